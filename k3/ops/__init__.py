@@ -1,0 +1,1 @@
+"""The arithmetic of the network: each operation with its equation in `<op>_ref.py` and its dispatcher in `<op>.py`."""
