@@ -1,0 +1,1 @@
+"""What people look at: pages, plots and tables, from plain dicts."""
