@@ -7,7 +7,7 @@ Sources: Kimi K3 report §2, released `config.json`.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from k3 import UserError
@@ -43,7 +43,10 @@ class KDAConfig:
     """False is Kimi Linear's output gate of rank `head_dim`."""
 
     def __post_init__(self) -> None:
-        _require(min(self.num_heads, self.head_dim) > 0, f"kda: heads and head_dim must be positive, got {self}")
+        _require(
+            min(self.num_heads, self.head_dim) > 0,
+            f"kda: heads and head_dim must be positive, got {self}",
+        )
         _require(self.conv_size >= 2, f"kda.conv_size must be at least 2, got {self.conv_size}")
         bound = self.lower_bound
         _require(
@@ -120,7 +123,10 @@ class AttnResConfig:
     """learned from zero; uniform: frozen at zero (plain averages); random: frozen at random."""
 
     def __post_init__(self) -> None:
-        _require(self.kind in ("block", "full", "none"), f"attnres.kind: block, full or none, got {self.kind!r}")
+        _require(
+            self.kind in ("block", "full", "none"),
+            f"attnres.kind: block, full or none, got {self.kind!r}",
+        )
         _require(
             self.query in ("learned", "uniform", "random"),
             f"attnres.query: learned, uniform or random, got {self.query!r}",
@@ -151,13 +157,22 @@ class MoEConfig:
             0 < self.top_k <= self.num_experts,
             f"moe.top_k must lie in 1..num_experts, got {self.top_k} of {self.num_experts}",
         )
-        _require(self.intermediate_size > 0, f"moe.intermediate_size must be positive, got {self.intermediate_size}")
+        _require(
+            self.intermediate_size > 0,
+            f"moe.intermediate_size must be positive, got {self.intermediate_size}",
+        )
         _require(
             self.latent_size is None or self.latent_size > 0,
             f"moe.latent_size must be positive or None, got {self.latent_size}",
         )
-        _require(self.num_shared_experts >= 0, f"moe.num_shared_experts: not negative, got {self.num_shared_experts}")
-        _require(self.balance in BALANCE_KINDS, f"moe.balance: one of {BALANCE_KINDS}, got {self.balance!r}")
+        _require(
+            self.num_shared_experts >= 0,
+            f"moe.num_shared_experts: not negative, got {self.num_shared_experts}",
+        )
+        _require(
+            self.balance in BALANCE_KINDS,
+            f"moe.balance: one of {BALANCE_KINDS}, got {self.balance!r}",
+        )
         _require(self.bins > 1, f"moe.bins must be above 1, got {self.bins}")
 
 
@@ -175,20 +190,6 @@ class VisionConfig:
     num_layers: int = 27
     qkv_hidden_size: int = 1536
     merge_kernel: tuple[int, int] = (2, 2)
-
-
-_VISION_KEYS = {
-    "patch_size": "patch_size",
-    "init_pos_emb_height": "init_pos_emb_height",
-    "init_pos_emb_width": "init_pos_emb_width",
-    "init_pos_emb_time": "init_pos_emb_time",
-    "hidden_size": "vt_hidden_size",
-    "intermediate_size": "vt_intermediate_size",
-    "num_heads": "vt_num_attention_heads",
-    "num_layers": "vt_num_hidden_layers",
-    "qkv_hidden_size": "qkv_hidden_size",
-    "merge_kernel": "merge_kernel_size",
-}
 
 
 @dataclass(frozen=True)
@@ -231,9 +232,16 @@ class K3Config:
         _require(self.hidden_size > 0, f"hidden_size must be positive, got {self.hidden_size}")
         _require(len(self.attn_layers) > 0, "attn_layers: at least one layer is needed, got none")
         for kind in self.attn_layers:
-            _require(kind in ATTENTION_KINDS, f"attn_layers: one of {ATTENTION_KINDS}, got {kind!r}")
-            _require(getattr(self, kind) is not None, f"attn_layers names {kind!r} but `{kind}` is None")
-        _require(self.activation in ACTIVATIONS, f"activation: one of {tuple(ACTIVATIONS)}, got {self.activation!r}")
+            _require(
+                kind in ATTENTION_KINDS, f"attn_layers: one of {ATTENTION_KINDS}, got {kind!r}"
+            )
+            _require(
+                getattr(self, kind) is not None, f"attn_layers names {kind!r} but `{kind}` is None"
+            )
+        _require(
+            self.activation in ACTIVATIONS,
+            f"activation: one of {tuple(ACTIVATIONS)}, got {self.activation!r}",
+        )
         _require(
             self.num_nextn_predict_layers == 0 or self.mla is not None,
             f"num_nextn_predict_layers {self.num_nextn_predict_layers} needs `mla`, got None",
@@ -288,292 +296,13 @@ class K3Config:
 
     def to_hf(self) -> dict[str, Any]:
         """The nested released `config.json`, with what its keys cannot say under `text_config.openk3`."""
-        return _to_hf(self)
+        from k3.model.hf import to_hf
+
+        return to_hf(self)
 
     @classmethod
     def from_hf(cls, config: dict[str, Any]) -> K3Config:
         """Reads a released `config.json`, nested or a bare text config. UserError names the key that is wrong."""
-        return _from_hf(config)
+        from k3.model.hf import from_hf
 
-
-def _to_hf(c: K3Config) -> dict[str, Any]:
-    ids = {"bos_token_id": c.bos_token_id, "eos_token_id": c.eos_token_id, "pad_token_id": c.pad_token_id}
-    text: dict[str, Any] = {
-        "architectures": ["KimiLinearForCausalLM"],
-        "model_type": "kimi_linear",
-        "vocab_size": c.vocab_size,
-        "hidden_size": c.hidden_size,
-        "num_hidden_layers": c.num_hidden_layers,
-        "intermediate_size": c.intermediate_size,
-        "hidden_act": ACTIVATIONS[c.activation],
-        "rms_norm_eps": c.rms_norm_eps,
-        "tie_word_embeddings": c.tie_word_embeddings,
-        "max_position_embeddings": c.max_position_embeddings,
-        "model_max_length": c.max_position_embeddings,
-        "num_nextn_predict_layers": c.num_nextn_predict_layers,
-        "initializer_range": c.initializer_range if c.initializer_range is not None else 0.02,
-        "use_cache": True,
-        "dtype": "bfloat16",
-        **ids,
-    }
-    if c.activation == "situ":
-        text |= {"activation_situ_beta": c.situ_beta, "activation_situ_linear_beta": c.situ_linear_beta}
-    if c.attnres.kind != "none":
-        text["attn_res_block_size"] = c.attnres.block_size
-    text |= _attention_keys(c) | _moe_keys(c)
-    if extras := _extras(c):
-        text["openk3"] = extras
-    top = {
-        "architectures": ["KimiK3ForConditionalGeneration"],
-        "model_type": "kimi_k3",
-        **ids,
-        "media_placeholder_token_id": c.media_placeholder_token_id,
-        "ignore_index": -100,
-        "dtype": "bfloat16",
-        "tie_word_embeddings": c.tie_word_embeddings,
-        "text_config": text,
-    }
-    if c.vision is not None:
-        vision = asdict(c.vision)
-        vision["merge_kernel"] = list(c.vision.merge_kernel)
-        top["vision_config"] = {_VISION_KEYS[key]: value for key, value in vision.items()} | {
-            "mm_hidden_size": c.vision.hidden_size,
-            "text_hidden_size": c.hidden_size,
-            "pos_emb_type": "divided_fixed",
-            "merge_type": "sd2_tpool",
-            "mm_projector_type": "patchmergerv2",
-        }
-    return top
-
-
-def _attention_keys(c: K3Config) -> dict[str, Any]:
-    layers = {
-        kind: [i + 1 for i, k in enumerate(c.attn_layers) if (k == "kda") == (kind == "kda_layers")]
-        for kind in ("kda_layers", "full_attn_layers")
-    }
-    keys: dict[str, Any] = {}
-    if c.kda is not None:
-        keys["linear_attn_config"] = layers | {
-            "head_dim": c.kda.head_dim,
-            "num_heads": c.kda.num_heads,
-            "short_conv_kernel_size": c.kda.conv_size,
-            "use_full_rank_gate": c.kda.full_rank_gate,
-            "gate_lower_bound": c.kda.lower_bound,
-        }
-    if c.mla is not None:
-        keys |= {
-            "num_attention_heads": c.mla.num_heads,
-            "num_key_value_heads": c.mla.num_heads,
-            "q_lora_rank": c.mla.q_lora_rank,
-            "kv_lora_rank": c.mla.kv_lora_rank,
-            "qk_nope_head_dim": c.mla.qk_nope_head_dim,
-            "qk_rope_head_dim": c.mla.qk_rope_head_dim,
-            "v_head_dim": c.mla.v_head_dim,
-            "mla_use_nope": c.mla.rope_theta is None,
-            "mla_use_output_gate": c.mla.output_gate,
-        }
-        if c.mla.rope_theta is not None:
-            keys["rope_theta"] = c.mla.rope_theta
-    return keys
-
-
-def _moe_keys(c: K3Config) -> dict[str, Any]:
-    if c.moe is None:
-        return {}
-    return {
-        "num_experts": c.moe.num_experts,
-        "num_experts_per_token": c.moe.top_k,
-        "num_shared_experts": c.moe.num_shared_experts,
-        "moe_intermediate_size": c.moe.intermediate_size,
-        "routed_expert_hidden_size": c.moe.latent_size,
-        "latent_moe_use_norm": c.moe.latent_norm,
-        "moe_router_activation_func": "sigmoid",
-        "moe_renormalize": c.moe.renormalize,
-        "routed_scaling_factor": c.moe.routed_scaling_factor,
-        "topk_method": "noaux_tc",
-        "use_grouped_topk": True,
-        "num_expert_group": 1,
-        "topk_group": 1,
-        "first_k_dense_replace": c.first_k_dense,
-        "moe_layer_freq": 1,
-    }
-
-
-def _extras(c: K3Config) -> dict[str, Any]:
-    """What released keys cannot say. `training` changes no forward pass; anything else does."""
-    extras: dict[str, Any] = {}
-    if "mha" in c.attn_layers or c.kda is None:
-        extras["attn_layers"] = list(c.attn_layers)
-    if c.mha is not None:
-        extras["mha"] = asdict(c.mha)
-    if c.mla is not None and c.mla.latent_norm_eps != 1e-6:
-        extras["latent_norm_eps"] = c.mla.latent_norm_eps
-    if c.attnres.kind == "full":
-        extras["attn_res"] = "full"
-    training: dict[str, Any] = {}
-    if c.attnres.query != "learned":
-        training["attn_res_query"] = c.attnres.query
-    if c.initializer_range is None:
-        training["initializer"] = "fan_in"
-    if c.mtp_loss_weight != 0.3:
-        training["mtp_loss_weight"] = c.mtp_loss_weight
-    if c.moe is not None:
-        default = {f.name: f.default for f in fields(MoEConfig)}
-        changed = {
-            key: getattr(c.moe, key)
-            for key in ("balance", "sign_step", "bins")
-            if getattr(c.moe, key) != default[key]
-        }
-        training |= changed
-    if c.attnres.kind == "none" and c.attnres.block_size != AttnResConfig().block_size:
-        training["attn_res_block_size"] = c.attnres.block_size
-    if training:
-        extras["training"] = training
-    return extras
-
-
-class _Keys:
-    """Reads keys of one configuration section; a missing or mistyped one is named."""
-
-    def __init__(self, section: str, values: dict[str, Any]):
-        self.section, self.values = section, values
-
-    def get(self, key: str, kind: type, default: Any = ...) -> Any:
-        value = self.values.get(key, default)
-        if value is ...:
-            raise UserError(f"config.json: {self.section}.{key} is missing")
-        if value is None or (kind is float and isinstance(value, int) and not isinstance(value, bool)):
-            return value if value is None else float(value)
-        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-            raise UserError(
-                f"config.json: {self.section}.{key} must be {kind.__name__}, got {value!r}"
-            )
-        return value
-
-
-def _from_hf(config: dict[str, Any]) -> K3Config:
-    text_values = config.get("text_config", config)
-    if not isinstance(text_values, dict):
-        raise UserError(f"config.json: text_config must be an object, got {text_values!r}")
-    text = _Keys("text_config", text_values)
-    kind = text.get("model_type", str, "kimi_linear")
-    if kind not in ("kimi_linear", "kimi_k3"):
-        raise UserError(f"config.json: model_type must be kimi_linear or kimi_k3, got {kind!r}")
-    extras = text.get("openk3", dict, {})
-    training = extras.get("training", {})
-    num_layers = text.get("num_hidden_layers", int)
-    linear_values = text.get("linear_attn_config", dict, None)
-    kda = _read_kda(_Keys("linear_attn_config", linear_values)) if linear_values else None
-    act = text.get("hidden_act", str)
-    activation = {released: ours for ours, released in ACTIVATIONS.items()}.get(act)
-    if activation is None:
-        raise UserError(f"config.json: hidden_act must be situ or silu, got {act!r}")
-    block_size = text.get("attn_res_block_size", int, None)
-    spread = text.get("initializer_range", float, 0.02)
-    return K3Config(
-        vocab_size=text.get("vocab_size", int),
-        hidden_size=text.get("hidden_size", int),
-        intermediate_size=text.get("intermediate_size", int),
-        attn_layers=_read_layers(num_layers, linear_values, extras),
-        kda=kda,
-        mla=_read_mla(text, extras),
-        mha=MHAConfig(**extras["mha"]) if "mha" in extras else None,
-        moe=_read_moe(text, training),
-        attnres=AttnResConfig(
-            kind=extras.get("attn_res", "block") if block_size else "none",
-            block_size=block_size or training.get("attn_res_block_size", AttnResConfig().block_size),
-            query=training.get("attn_res_query", "learned"),
-        ),
-        first_k_dense=text.get("first_k_dense_replace", int, 1),
-        activation=activation,
-        situ_beta=text.get("activation_situ_beta", float, 4.0) or 4.0,
-        situ_linear_beta=text.get("activation_situ_linear_beta", float, 25.0) or 25.0,
-        rms_norm_eps=text.get("rms_norm_eps", float, 1e-6),
-        tie_word_embeddings=text.get("tie_word_embeddings", bool, False),
-        num_nextn_predict_layers=text.get("num_nextn_predict_layers", int, 0) or 0,
-        mtp_loss_weight=training.get("mtp_loss_weight", 0.3),
-        max_position_embeddings=text.get("max_position_embeddings", int, None)
-        or text.get("model_max_length", int, 1048576),
-        initializer_range=None if training.get("initializer") == "fan_in" else spread,
-        pad_A_log=kda is not None and (kda.num_heads, kda.head_dim) == (96, 128),
-        vision=_read_vision(config.get("vision_config")),
-    )
-
-
-def _read_layers(
-    num_layers: int, linear: dict[str, Any] | None, extras: dict[str, Any]
-) -> tuple[str, ...]:
-    if "attn_layers" in extras:
-        layers = tuple(extras["attn_layers"])
-        if len(layers) != num_layers:
-            raise UserError(
-                f"config.json: openk3.attn_layers has {len(layers)} entries, num_hidden_layers is {num_layers}"
-            )
-        return layers
-    if linear is None:
-        return ("mla",) * num_layers
-    kda_layers = set(linear.get("kda_layers", ()))
-    full = set(linear.get("full_attn_layers", ()))
-    if kda_layers & full or kda_layers | full != set(range(1, num_layers + 1)):
-        raise UserError(
-            f"config.json: kda_layers and full_attn_layers must cover 1..{num_layers} once, "
-            f"got {len(kda_layers)} and {len(full)} entries"
-        )
-    return tuple("kda" if layer in kda_layers else "mla" for layer in range(1, num_layers + 1))
-
-
-def _read_kda(linear: _Keys) -> KDAConfig:
-    return KDAConfig(
-        num_heads=linear.get("num_heads", int),
-        head_dim=linear.get("head_dim", int),
-        conv_size=linear.get("short_conv_kernel_size", int, 4),
-        lower_bound=linear.get("gate_lower_bound", float, None),
-        full_rank_gate=linear.get("use_full_rank_gate", bool, False),
-    )
-
-
-def _read_mla(text: _Keys, extras: dict[str, Any]) -> MLAConfig | None:
-    if text.get("kv_lora_rank", int, None) is None:
-        return None
-    return MLAConfig(
-        num_heads=text.get("num_attention_heads", int),
-        q_lora_rank=text.get("q_lora_rank", int, None),
-        kv_lora_rank=text.get("kv_lora_rank", int),
-        qk_nope_head_dim=text.get("qk_nope_head_dim", int),
-        qk_rope_head_dim=text.get("qk_rope_head_dim", int),
-        v_head_dim=text.get("v_head_dim", int),
-        output_gate=text.get("mla_use_output_gate", bool, False),
-        latent_norm_eps=extras.get("latent_norm_eps", 1e-6),
-        rope_theta=None
-        if text.get("mla_use_nope", bool, False)
-        else text.get("rope_theta", float, 10000.0),
-    )
-
-
-def _read_moe(text: _Keys, training: dict[str, Any]) -> MoEConfig | None:
-    if not text.get("num_experts", int, None):
-        return None
-    for key, only in (("moe_router_activation_func", "sigmoid"), ("num_expert_group", 1)):
-        value = text.values.get(key, only)
-        if value != only:
-            raise UserError(f"config.json: {key} must be {only!r}, got {value!r}")
-    return MoEConfig(
-        num_experts=text.get("num_experts", int),
-        top_k=text.get("num_experts_per_token", int),
-        num_shared_experts=text.get("num_shared_experts", int, 0) or 0,
-        intermediate_size=text.get("moe_intermediate_size", int),
-        latent_size=text.get("routed_expert_hidden_size", int, None),
-        latent_norm=text.get("latent_moe_use_norm", bool, False),
-        routed_scaling_factor=text.get("routed_scaling_factor", float, 1.0),
-        renormalize=text.get("moe_renormalize", bool, True),
-        **{key: training[key] for key in ("balance", "sign_step", "bins") if key in training},
-    )
-
-
-def _read_vision(values: dict[str, Any] | None) -> VisionConfig | None:
-    if values is None:
-        return None
-    found = {ours: values[theirs] for ours, theirs in _VISION_KEYS.items() if theirs in values}
-    if "merge_kernel" in found:
-        found["merge_kernel"] = tuple(found["merge_kernel"])
-    return VisionConfig(**found)
+        return from_hf(config)

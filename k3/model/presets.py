@@ -32,9 +32,16 @@ def nano() -> K3Config:
         attn_layers=hybrid(5),
         kda=KDAConfig(num_heads=2, head_dim=32),
         mla=MLAConfig(
-            num_heads=2, q_lora_rank=48, kv_lora_rank=32, qk_nope_head_dim=32, qk_rope_head_dim=16, v_head_dim=32
+            num_heads=2,
+            q_lora_rank=48,
+            kv_lora_rank=32,
+            qk_nope_head_dim=32,
+            qk_rope_head_dim=16,
+            v_head_dim=32,
         ),
-        moe=MoEConfig(num_experts=16, top_k=4, num_shared_experts=2, intermediate_size=32, latent_size=64),
+        moe=MoEConfig(
+            num_experts=16, top_k=4, num_shared_experts=2, intermediate_size=32, latent_size=64
+        ),
         attnres=AttnResConfig(block_size=2),
         num_nextn_predict_layers=1,
         max_position_embeddings=4096,
@@ -117,7 +124,11 @@ def kimi_k3() -> K3Config:
             v_head_dim=128,
         ),
         moe=MoEConfig(
-            num_experts=896, top_k=16, num_shared_experts=2, intermediate_size=3072, latent_size=3584
+            num_experts=896,
+            top_k=16,
+            num_shared_experts=2,
+            intermediate_size=3072,
+            latent_size=3584,
         ),
         attnres=AttnResConfig(block_size=12),
         initializer_range=0.02,
@@ -181,7 +192,9 @@ def _full_width_expert(base: K3Config) -> int:
     """Expert width at which a full-width MoE multiplies as many weights per token as the latent one."""
     assert base.moe is not None and base.moe.latent_size is not None
     moe, hidden = base.moe, base.hidden_size
-    latent_weights = 3 * moe.latent_size * moe.intermediate_size * moe.top_k + 2 * hidden * moe.latent_size
+    latent_weights = (
+        3 * moe.latent_size * moe.intermediate_size * moe.top_k + 2 * hidden * moe.latent_size
+    )
     width = latent_weights / (3 * hidden * moe.top_k)
     return max(8, round(width / 8) * 8)
 
@@ -211,7 +224,9 @@ def _active_layer_weights(c: K3Config) -> int:
     """Matrix weights that one token multiplies in the decoder layers (embedding, head and MTP left out)."""
     assert c.kda is not None and c.mla is not None and c.moe is not None
     d, kda, mla, moe = c.hidden_size, c.kda, c.mla, c.moe
-    kda_weights = 5 * d * kda.width + d * kda.head_dim + kda.head_dim * kda.width + d * kda.num_heads
+    kda_weights = (
+        5 * d * kda.width + d * kda.head_dim + kda.head_dim * kda.width + d * kda.num_heads
+    )
     q_rank = mla.q_lora_rank or 0
     queries = mla.num_heads * mla.qk_head_dim
     mla_weights = (
