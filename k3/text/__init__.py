@@ -1,0 +1,1 @@
+"""How text becomes token ids and back. Imports nothing of ours but `UserError`."""
