@@ -28,7 +28,9 @@ class MultiHeadAttention(nn.Module):
         self.v_proj = Linear(config.hidden_size, c.width, **factory)
         self.o_proj = Linear(c.width, config.hidden_size, **factory)
 
-    def forward(self, x_TD: Tensor, spans: Spans, state: State | None) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        self, x_TD: Tensor, spans: Spans, state: State | None
+    ) -> tuple[Tensor, Tensor | None]:
         """x [T, D] (normalised) -> ([T, D], largest logit of each head fp32 [H], or None on a cache)."""
         positions = spans.positions()
         if state is not None:

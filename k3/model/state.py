@@ -34,6 +34,10 @@ class State(Protocol):
         """(pages [P, B, R], page table int32 [N, M], tokens held int32 [N], new ones not counted)."""
         ...
 
+    def reserve(self, spans: Spans) -> None:
+        """Makes room for the tokens of the next forward pass; called by the model, first."""
+        ...
+
     def record(self, layer: int, inputs: dict[str, Tensor]) -> None:
         """Offers the projected inputs of the new tokens, for replay."""
         ...
@@ -81,7 +85,9 @@ class DenseState:
                 shape = (rows * pages, PAGE_ROWS, width)
                 self._pages[layer] = torch.zeros(shape, device=device, dtype=dtype)
 
-    def _empty_kda(self, device: torch.device | str | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def _empty_kda(
+        self, device: torch.device | str | None, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
         c = self.config.kda
         assert c is not None
         matrix = (self.rows, c.num_heads, c.head_dim, c.head_dim)
@@ -124,7 +130,9 @@ class DenseState:
             grown[:, :have] = old[self._table.long()]
             self._pages[layer] = grown.flatten(0, 1)
         order = torch.arange(pages, dtype=torch.int32, device=self._slot.device)
-        self._table = torch.arange(self.rows, dtype=torch.int32, device=order.device)[:, None] * pages
+        self._table = (
+            torch.arange(self.rows, dtype=torch.int32, device=order.device)[:, None] * pages
+        )
         self._table = self._table + order
 
     def record(self, layer: int, inputs: dict[str, Tensor]) -> None:
@@ -132,9 +140,7 @@ class DenseState:
             self.recorded[layer] = inputs
 
     def advance(self, spans: Spans) -> None:
-        self.lengths = [
-            held + new for held, new in zip(self.lengths, spans.lengths, strict=True)
-        ]
+        self.lengths = [held + new for held, new in zip(self.lengths, spans.lengths, strict=True)]
 
     def fork(self, rows: Sequence[int]) -> DenseState:
         index = torch.tensor(list(rows), dtype=torch.int64, device=self._slot.device)
@@ -145,7 +151,8 @@ class DenseState:
             for layer, (S, window) in self._kda.items()
         }
         child._pages = {
-            layer: old[self._table[index].long()].flatten(0, 1) for layer, old in self._pages.items()
+            layer: old[self._table[index].long()].flatten(0, 1)
+            for layer, old in self._pages.items()
         }
         child._slot = torch.arange(len(index), dtype=torch.int32, device=self._slot.device)
         order = torch.arange(pages, dtype=torch.int32, device=self._slot.device)
