@@ -1,7 +1,10 @@
-"""Attention Residuals: the depth of the network as a sequence that each sublayer attends over (report §2.2, eq. 8-10).
+"""Attention Residuals: the depth of the network as a sequence that each sublayer attends over
+(report §2.2, eq. 8-10).
 
-A `Depth` holds the finished block rows and the running sum of the current block. Sublayers read a mixture of them and add
-their output to the sum; the mixture itself is never added to anything. A plain residual never closes a block, so the
+A `Depth` holds the finished block rows and the running sum of the current block. Sublayers read a
+mixture of them and add
+their output to the sum; the mixture itself is never added to anything. A plain residual never
+closes a block, so the
 running sum is the residual stream and reading it is the identity.
 
 Legend: T tokens, D hidden, Q queries of one block.
@@ -29,7 +32,9 @@ class DepthQuery(NamedTuple):
 
 
 class Depth(NamedTuple):
-    """Finished block rows, each [T, D], and the sum of sublayer outputs since (None right after a block was closed)."""
+    """Finished block rows, each [T, D], and the sum of sublayer outputs since (None right after
+    a block was closed).
+    """
 
     blocks: tuple[Tensor, ...]
     prefix: Tensor | None
@@ -39,7 +44,10 @@ class Depth(NamedTuple):
     """Sublayer index of the partial's first query."""
 
     def close(self, queries: Sequence[DepthQuery] = (), first_query: int = 0) -> Depth:
-        """Ends the block: its un-mixed sum becomes a row. With queries, phase 1 of the two-phase schedule runs."""
+        """Ends the block: its un-mixed sum becomes a row.
+
+        With queries, phase 1 of the two-phase schedule runs.
+        """
         assert self.prefix is not None, "a block needs at least one sublayer"
         blocks = (*self.blocks, self.prefix)
         if not queries:
@@ -65,7 +73,9 @@ class Depth(NamedTuple):
 
 
 class DepthMixing(nn.Module):
-    """Gives a module the released pair `<name>_norm`, `<name>_proj` and reads it as a `DepthQuery`."""
+    """Gives a module the released pair `<name>_norm`, `<name>_proj` and reads it as a
+    `DepthQuery`.
+    """
 
     def __init__(self, config: K3Config):
         super().__init__()

@@ -28,7 +28,9 @@ class LayerOut(NamedTuple):
     routes_Tk: Tensor | None
     """Chosen experts; None in a dense layer."""
     max_logit_H: Tensor | None
-    """Largest attention logit of each head; None in a KDA layer, whose logits are bounded by construction."""
+    """Largest attention logit of each head; None in a KDA layer, whose logits are bounded by
+    construction.
+    """
     stats: dict[str, Tensor]
 
 

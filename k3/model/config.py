@@ -1,7 +1,8 @@
 """The shape of a model: one frozen dataclass tree, and the released configuration in and out.
 
-Every idea of Kimi K3 has a named alternative here, so that each can be ablated alone. Fields that the released
-`config.json` can say are written with its keys; the rest stands under `text_config.openk3`.
+Every idea of Kimi K3 has a named alternative here, so that each can be ablated alone. Fields that
+the released `config.json` can say are written with its keys; the rest stands under
+`text_config.openk3`.
 Sources: Kimi K3 report §2, released `config.json`.
 """
 
@@ -71,9 +72,9 @@ class MLAConfig:
     v_head_dim: int
     output_gate: bool = True
     latent_norm_eps: float = 1e-6
-    """eps of the two latent norms (the released code leaves them at 1e-6, not at `rms_norm_eps`)."""
+    """eps of the two latent norms (the released code leaves 1e-6, not `rms_norm_eps`)."""
     rope_theta: float | None = None
-    """None is K3's attention without positions; a number rotates the shared slice (the K2-like baseline)."""
+    """None is K3's attention without positions; a number rotates the shared slice (K2-like)."""
 
     def __post_init__(self) -> None:
         sizes = (self.num_heads, self.kv_lora_rank, self.qk_nope_head_dim, self.v_head_dim)
@@ -116,7 +117,7 @@ class MHAConfig:
 @dataclass(frozen=True)
 class AttnResConfig:
     kind: str = "block"
-    """block: K3's Attention Residuals over finished blocks; full: over every sublayer; none: plain residual."""
+    """block: K3's, over finished blocks; full: over every sublayer; none: plain residual."""
     block_size: int = 12
     """Decoder layers per block (the paper counts sublayers: twice this)."""
     query: str = "learned"
@@ -273,7 +274,7 @@ class K3Config:
         return control_id(self.vocab_size, 163605)
 
     def is_moe(self, layer: int) -> bool:
-        """Whether decoder layer `layer` (from 0; MTP layers follow the backbone) routes to experts."""
+        """Whether decoder layer `layer` (from 0) routes to experts."""
         return self.moe is not None and layer >= self.first_k_dense
 
     @property
@@ -295,14 +296,14 @@ class K3Config:
         return replace(self, **flat)
 
     def to_hf(self) -> dict[str, Any]:
-        """The nested released `config.json`, with what its keys cannot say under `text_config.openk3`."""
+        """The nested released `config.json`; what it cannot say is under `text_config.openk3`."""
         from k3.model.hf import to_hf
 
         return to_hf(self)
 
     @classmethod
     def from_hf(cls, config: dict[str, Any]) -> K3Config:
-        """Reads a released `config.json`, nested or a bare text config. UserError names the key that is wrong."""
+        """Reads a released `config.json`, nested or bare. UserError names the key that is wrong."""
         from k3.model.hf import from_hf
 
         return from_hf(config)

@@ -1,4 +1,6 @@
-"""Which parameter is what: the one place that reads parameter names, so that no other room has to."""
+"""Which parameter is what: the one place that reads parameter names, so that no other room has
+to.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ FP32_ISLANDS = ("A_log", "dt_bias", "conv1d.weight", "o_norm.weight", "e_score_c
 
 
 def is_fp32_island(name: str) -> bool:
-    """Parameters and buffers that stay fp32 whatever the rest is: decay, convolutions, head norm, selection bias."""
+    """Parameters and buffers that stay fp32 whatever the rest is: decay, convolutions, head
+    norm, selection bias.
+    """
     return name.endswith(FP32_ISLANDS)
 
 
@@ -39,7 +43,9 @@ def facts_of(name: str, parameter: Tensor, config: K3Config) -> ParamFacts:
 
 
 def _projection(name: str, module: str, config: K3Config) -> ParamFacts:
-    """Query, key and value projections are cut by head; every other matrix is whole (report §2.5)."""
+    """Query, key and value projections are cut by head; every other matrix is whole (report
+    §2.5).
+    """
     if ".self_attn." not in f".{name}":
         return ParamFacts("matrix", decay=True)
     layer = _attention_layer(name, config)
@@ -65,7 +71,8 @@ def _mla_projection(module: str, logits: int, config: K3Config) -> ParamFacts:
         rows: tuple[int, ...] = (c.qk_nope_head_dim, c.v_head_dim)
         clip = ((c.qk_nope_head_dim, 0.5), (c.v_head_dim, 0.0))
     else:
-        # The shared key serves all heads and is left alone, so the head's own rows against it take all of gamma.
+        # The shared key serves all heads and is left alone, so the head's own rows against it take
+        # all of gamma.
         rows = (c.qk_head_dim,)
         clip = ((c.qk_nope_head_dim, 0.5), (c.qk_rope_head_dim, 1.0))
     return ParamFacts("matrix", True, c.num_heads, rows, logits=logits, clip=clip)

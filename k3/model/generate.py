@@ -29,9 +29,11 @@ def generate(
     stop_ids: Sequence[int] | None = None,
     on_token: Callable[[int, int], None] | None = None,
 ) -> list[list[int]]:
-    """Continues each prompt by at most `max_new_tokens` ids (the stop id included). Temperature 0 is greedy.
+    """Continues each prompt by at most `max_new_tokens` ids (the stop id included). Temperature 0
+    is greedy.
 
-    Row i of seed s draws from counter stream s + i, so a row's ids don't depend on the other prompts.
+    Row i of seed s draws from counter stream s + i, so a row's ids don't depend on the other
+    prompts.
     on_token(row, id) is called as ids arrive. stop_ids defaults to the model's only stop id.
     ValueError on an empty prompt or an id outside the vocabulary.
     """
@@ -75,7 +77,10 @@ def generate(
 
 
 def _last_logits(model: K3, ids_T: Tensor, spans: Spans, state: DenseState) -> Tensor:
-    """Logits [N, V] of each span's last token. A finished row has an empty span; its logits are never used."""
+    """Logits [N, V] of each span's last token.
+
+    A finished row has an empty span; its logits are never used.
+    """
     h_TD = model(ids_T, spans, state).h_TD
     last = (spans.cu_seqlens[1:].long() - 1).clamp_min(0)
     return model.logits(h_TD[last])

@@ -1,4 +1,6 @@
-"""The dense gated feed-forward layer: `down(act(gate x, up x))` with SiTU-GLU or SwiGLU (report §2.3.2)."""
+"""The dense gated feed-forward layer: `down(act(gate x, up x))` with SiTU-GLU or SwiGLU (report
+§2.3.2).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Translates a `K3Config` to the released `config.json` and back (report's release; keys as Moonshot spells them)."""
+"""Translates a `K3Config` to the released `config.json` and back."""
 
 from __future__ import annotations
 
@@ -252,7 +252,8 @@ def _read_layers(
         layers = tuple(extras["attn_layers"])
         if len(layers) != num_layers:
             raise UserError(
-                f"config.json: openk3.attn_layers has {len(layers)} entries, num_hidden_layers is {num_layers}"
+                f"config.json: openk3.attn_layers has {len(layers)} entries, "
+                f"num_hidden_layers is {num_layers}"
             )
         return layers
     if linear is None:

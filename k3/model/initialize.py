@@ -1,4 +1,5 @@
-"""How each weight starts. Ours, stated here; where the released code differs (uninitialised dt_bias and router bias, A_log
+"""How each weight starts. Ours, stated here; where the released code differs (uninitialised dt_bias
+and router bias, A_log
 drawn from log U(1, 16), random pseudo-queries) the report and the papers it cites are followed.
 
 | weight | start |

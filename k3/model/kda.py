@@ -1,6 +1,8 @@
-"""Kimi Delta Attention: a delta rule with a decay per key channel, bounded below (report §2.1.1, eq. 1-6).
+"""Kimi Delta Attention: a delta rule with a decay per key channel, bounded below (report §2.1.1,
+eq. 1-6).
 
-Legend: T tokens, D hidden, H heads, K key and value width of a head, C = 3·H·K convolved channels, N spans, P pool slots.
+Legend: T tokens, D hidden, H heads, K key and value width of a head, C = 3·H·K convolved channels,
+N spans, P pool slots.
 """
 
 from __future__ import annotations
@@ -46,7 +48,10 @@ class KimiDeltaAttention(nn.Module):
         self.o_proj = Linear(width, hidden, **factory)
 
     def forward(self, x_TD: Tensor, spans: Spans, state: State | None) -> tuple[Tensor, None]:
-        """x [T, D] (normalised) -> [T, D]. With a state, its pool rows are read and written in place."""
+        """x [T, D] (normalised) -> [T, D].
+
+        With a state, its pool rows are read and written in place.
+        """
         u_TC = torch.cat([self.q_proj(x_TD), self.k_proj(x_TD), self.v_proj(x_TD)], dim=-1)
         z_TW = self.f_b_proj(self.f_a_proj(x_TD))
         b_TH = self.b_proj(x_TD)

@@ -1,7 +1,10 @@
-"""The three plain pieces every block is made of: a linear map, an RMSNorm and a short convolution's weight.
+"""The three plain pieces every block is made of: a linear map, an RMSNorm and a short convolution's
+weight.
 
-Weights are kept as created (fp32 masters in training) and cast to the activations' dtype where they are used, so
-the dtype of the residual stream decides what is computed in bf16 and no global autocast state exists.
+Weights are kept as created (fp32 masters in training) and cast to the activations' dtype where they
+are used, so
+the dtype of the residual stream decides what is computed in bf16 and no global autocast state
+exists.
 """
 
 from __future__ import annotations

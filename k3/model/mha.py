@@ -1,6 +1,7 @@
 """Ordinary multi-head attention with rotary positions: the `plain` baseline.
 
-Legend: T tokens, D hidden, H heads, K head width, N spans. A cached row is the keys of all heads, then the values.
+Legend: T tokens, D hidden, H heads, K head width, N spans. A cached row is the keys of all heads,
+then the values.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ class MultiHeadAttention(nn.Module):
     def forward(
         self, x_TD: Tensor, spans: Spans, state: State | None
     ) -> tuple[Tensor, Tensor | None]:
-        """x [T, D] (normalised) -> ([T, D], largest logit of each head fp32 [H], or None on a cache)."""
+        """x [T, D] (normalised) -> ([T, D], largest logit of each head fp32 [H], or None on a
+        cache).
+        """
         positions = spans.positions()
         if state is not None:
             positions = positions + state.mla(self.layer)[2].long()[spans.segments()]

@@ -1,8 +1,10 @@
 """Gated multi-head latent attention without positions (report §2.1.2).
 
-Expanded over heads for training and for a prefill from nothing; absorbed into the latent for everything on a cache.
+Expanded over heads for training and for a prefill from nothing; absorbed into the latent for
+everything on a cache.
 
-Legend: T tokens, D hidden, H heads, n nope width, s shared width, v value width, R latent width, P pages, B rows per page,
+Legend: T tokens, D hidden, H heads, n nope width, s shared width, v value width, R latent width, P
+pages, B rows per page,
 N spans, M pages per span.
 """
 

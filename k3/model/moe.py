@@ -1,6 +1,8 @@
-"""Stable LatentMoE: routed experts in a narrow latent, one norm on their sum, shared experts at full width (report §2.3, eq. 11).
+"""Stable LatentMoE: routed experts in a narrow latent, one norm on their sum, shared experts at
+full width (report §2.3, eq. 11).
 
-Legend: T tokens, D hidden, l latent width (D in a full-width MoE), m expert width, E experts, k chosen.
+Legend: T tokens, D hidden, l latent width (D in a full-width MoE), m expert width, E experts, k
+chosen.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ from k3.ops.spans import Spans
 
 
 class Experts(nn.Module):
-    """Stacked weights of all routed experts: w1 (gate) and w3 (up) [E, m, l], w2 (down) [E, l, m]."""
+    """Stacked weights of all routed experts: w1 (gate) and w3 (up) [E, m, l], w2 (down) [E, l,
+    m].
+    """
 
     def __init__(self, count: int, width: int, latent: int, **factory: object):
         super().__init__()

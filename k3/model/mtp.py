@@ -1,7 +1,10 @@
-"""The multi-token-prediction layer: from the final mixture and the next token's embedding to the token after it.
+"""The multi-token-prediction layer: from the final mixture and the next token's embedding to the
+token after it.
 
-`eh_proj [enorm(next embedding); hnorm(final mix)]` -> one MLA + MoE layer with a plain residual -> the shared head.
-Source: report Table 1 and §4.1.4 (one MTP layer in pretraining); names as the engines that load such layers spell them.
+`eh_proj [enorm(next embedding); hnorm(final mix)]` -> one MLA + MoE layer with a plain residual ->
+the shared head.
+Source: report Table 1 and §4.1.4 (one MTP layer in pretraining); names as the engines that load
+such layers spell them.
 
 Legend: T tokens, D hidden.
 """

@@ -49,7 +49,7 @@ def nano() -> K3Config:
 
 
 def family(depth: int) -> K3Config:
-    """One dial: depth 12, 16 and 20 are the published mini-K3 widths 512, 768 and 1024 at a vocabulary of 32,768."""
+    """One dial: depth 12, 16 and 20 are the published mini-K3 widths 512, 768 and 1024."""
     if depth < 6:
         raise UserError(f"depth must be at least 6, got {depth} (nano is smaller)")
     hidden = 64 * (depth - 4)
@@ -88,7 +88,7 @@ def micro() -> K3Config:
 
 
 def mini_r1() -> K3Config:
-    """The public mini-K3 run: 1.02B in all, 145M active, K3's own vocabulary (cluster1900, run r1)."""
+    """The public mini-K3 run: 1.02B in all, 145M active, K3's vocabulary (cluster1900, r1)."""
     return family(12).with_(
         vocab_size=163840,
         tie_word_embeddings=True,
@@ -170,7 +170,7 @@ def kimi_linear() -> K3Config:
 
 
 def k2_like(base: K3Config | None = None) -> K3Config:
-    """The baseline arm: rotary MLA without gate, SwiGLU, full-width MoE with the sign rule, plain residual."""
+    """The baseline: rotary MLA, no gate, SwiGLU, full-width MoE, sign rule, plain residual."""
     base = base or nano()
     assert base.mla is not None and base.moe is not None
     return base.with_(
@@ -189,7 +189,7 @@ def k2_like(base: K3Config | None = None) -> K3Config:
 
 
 def _full_width_expert(base: K3Config) -> int:
-    """Expert width at which a full-width MoE multiplies as many weights per token as the latent one."""
+    """Expert width at which a full-width MoE has the latent one's active weights."""
     assert base.moe is not None and base.moe.latent_size is not None
     moe, hidden = base.moe, base.hidden_size
     latent_weights = (
@@ -200,7 +200,7 @@ def _full_width_expert(base: K3Config) -> int:
 
 
 def plain(base: K3Config | None = None) -> K3Config:
-    """An ordinary pre-norm transformer (rotary attention, SwiGLU) with the active parameters of `base`."""
+    """An ordinary pre-norm transformer (rotary, SwiGLU) with the active parameters of `base`."""
     base = base or nano()
     head_dim = 32 if base.hidden_size < 512 else 128
     heads = -(-base.hidden_size // head_dim)
@@ -221,7 +221,7 @@ def plain(base: K3Config | None = None) -> K3Config:
 
 
 def _active_layer_weights(c: K3Config) -> int:
-    """Matrix weights that one token multiplies in the decoder layers (embedding, head and MTP left out)."""
+    """Matrix weights that one token multiplies in the decoder layers (no embedding, head, MTP)."""
     assert c.kda is not None and c.mla is not None and c.moe is not None
     d, kda, mla, moe = c.hidden_size, c.kda, c.mla, c.moe
     kda_weights = (
@@ -265,7 +265,10 @@ PRESETS: dict[str, Callable[[], K3Config]] = {
 
 
 def preset(name: str, **changes: Any) -> K3Config:
-    """The named shape with fields replaced (`moe__top_k=4` reaches into the tree). UserError on an unknown name."""
+    """The named shape with fields replaced; `moe__top_k=4` reaches into the tree.
+
+    UserError on an unknown name.
+    """
     if name not in PRESETS:
         raise UserError(f"unknown preset {name!r}; known: {', '.join(PRESETS)}")
     return PRESETS[name]().with_(**changes)

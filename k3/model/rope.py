@@ -7,7 +7,10 @@ from torch import Tensor
 
 
 def rotate(x_THd: Tensor, positions_T: Tensor, theta: float) -> Tensor:
-    """Rotates pairs (i, i + d/2) of the last axis by position · theta^(-2i/d). Angles in fp32; returns x's dtype."""
+    """Rotates pairs (i, i + d/2) of the last axis by position · theta^(-2i/d).
+
+    Angles in fp32; returns x's dtype.
+    """
     half = x_THd.shape[-1] // 2
     powers = torch.arange(half, device=x_THd.device, dtype=torch.float32) / half
     angles = (positions_T.to(torch.float32)[:, None] * theta**-powers)[:, None, :]

@@ -1,6 +1,8 @@
-"""The router: fp32 sigmoid scores, a selection bias that only selects, un-biased renormalised weights (report §2.3.3, eq. 13).
+"""The router: fp32 sigmoid scores, a selection bias that only selects, un-biased renormalised
+weights (report §2.3.3, eq. 13).
 
-It returns the integers from which Quantile Balancing moves the bias; it never moves the bias itself, so recomputation and
+It returns the integers from which Quantile Balancing moves the bias; it never moves the bias
+itself, so recomputation and
 evaluation can't count a token twice.
 
 Legend: T tokens, D hidden, n experts, k chosen, B bins.
@@ -33,7 +35,9 @@ class Router(nn.Module):
     def forward(
         self, x_TD: Tensor, spans: Spans, routes_Tk: Tensor | None = None
     ) -> tuple[Route, dict[str, Tensor]]:
-        """x [T, D] at full width -> (chosen experts with weights, statistics over the tokens that are not padding)."""
+        """x [T, D] at full width -> (chosen experts with weights, statistics over the tokens
+        that are not padding).
+        """
         c = self.config
         wide = torch.float64 if x_TD.dtype == torch.float64 else torch.float32
         scores_Tn = F.linear(x_TD.to(wide), self.weight.to(wide)).sigmoid()

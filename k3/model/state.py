@@ -1,7 +1,9 @@
 """Inference state: a pool and an index into it, written in place by the layers.
 
-Legend: N rows (sequences), P pool slots, H heads, K key and V value width, W taps of the short convolution, C convolved
-channels, B rows per page, M pages per sequence, R cached values per token (MLA: normed latent, then the raw shared key).
+Legend: N rows (sequences), P pool slots, H heads, K key and V value width, W taps of the short
+convolution, C convolved
+channels, B rows per page, M pages per sequence, R cached values per token (MLA: normed latent, then
+the raw shared key).
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ class State(Protocol):
         ...
 
     def mla(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
-        """(pages [P, B, R], page table int32 [N, M], tokens held int32 [N], new ones not counted)."""
+        """(pages [P, B, R], page table int32 [N, M], tokens held int32 [N], new ones not
+        counted).
+        """
         ...
 
     def reserve(self, spans: Spans) -> None:
@@ -56,7 +60,10 @@ class State(Protocol):
 
 
 class DenseState:
-    """A pool of exactly N rows, for generation, tests and evaluation. Grows when a sequence outgrows `capacity`."""
+    """A pool of exactly N rows, for generation, tests and evaluation.
+
+    Grows when a sequence outgrows `capacity`.
+    """
 
     def __init__(
         self,
@@ -69,6 +76,8 @@ class DenseState:
         self.config, self.rows = config, rows
         self.lengths = [0] * rows
         self.recorded: dict[int, dict[str, Tensor]] | None = None
+        """Set to {} to keep the projected inputs of each forward pass."""
+        self._owns = True
         self._kda: dict[int, tuple[Tensor, Tensor]] = {}
         self._pages: dict[int, Tensor] = {}
         self._slot = torch.arange(rows, dtype=torch.int32, device=device)
@@ -124,6 +133,8 @@ class DenseState:
         have = self._table.shape[1]
         if needed <= have * PAGE_ROWS:
             return
+        if not self._owns:
+            raise ValueError(f"a slice of a state holds {have * PAGE_ROWS} tokens, {needed} needed")
         pages = max(2 * have, -(-needed // PAGE_ROWS))
         for layer, old in self._pages.items():
             grown = old.new_zeros(self.rows, pages, *old.shape[1:])
@@ -161,6 +172,7 @@ class DenseState:
 
     def slice(self, start: int, stop: int) -> DenseState:
         child = self._view(stop - start, self.lengths[start:stop])
+        child._owns = False
         child._kda, child._pages = self._kda, self._pages
         child._slot, child._table = self._slot[start:stop], self._table[start:stop]
         return child
@@ -168,4 +180,5 @@ class DenseState:
     def _view(self, rows: int, lengths: list[int]) -> DenseState:
         child = object.__new__(DenseState)
         child.config, child.rows, child.lengths, child.recorded = self.config, rows, lengths, None
+        child._owns = True
         return child

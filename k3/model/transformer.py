@@ -1,9 +1,12 @@
-"""The whole network: embedding, decoder layers over depth, output mix, head (report §2; released forward order).
+"""The whole network: embedding, decoder layers over depth, output mix, head (report §2; released
+forward order).
 
-`K3` knows nothing of optimizers, devices or servers. It publishes facts about its parameters and returns, with its output,
+`K3` knows nothing of optimizers, devices or servers. It publishes facts about its parameters and
+returns, with its output,
 the integers and maxima that others act on.
 
-Legend: T tokens, D hidden, R rows whose logits are wanted, V vocabulary, k chosen experts, L decoder layers.
+Legend: T tokens, D hidden, R rows whose logits are wanted, V vocabulary, k chosen experts, L
+decoder layers.
 """
 
 from __future__ import annotations
@@ -36,15 +39,22 @@ class Out(NamedTuple):
     taps: list[Tensor]
     """The un-mixed block outputs [T, D] that `taps` asked for."""
     stats: dict[str, Any]
-    """expert_load int64 [MoE layers, n]; histogram int64 [MoE layers, n, B] or lists `scores` and `cutoff` (in training);
-    max_logit fp32 [attention layers that have logits, H]; output_norm fp32 [L+1], RMS of the running sum by depth."""
+    """expert_load int64 [MoE layers, n]; histogram int64 [MoE layers, n, B] or lists `scores` and
+    `cutoff` (in training);
+    """expert_load int64 [MoE layers, n]; histogram int64 [MoE layers, n, B], or lists `scores` and
+    `cutoff` (in training);
 
 
 class K3(DepthMixing):
-    """The text network of a `K3Config`. Weights are made in `dtype`, the fp32 islands always in fp32."""
+    """The text network of a `K3Config`.
+
+    Weights are made in `dtype`, the fp32 islands always in fp32.
+    """
 
     compute_dtype: torch.dtype | None = None
-    """Dtype of the activations; None is that of the embedding. Set bfloat16 to train fp32 weights in bf16."""
+    """Dtype of the activations; None is that of the embedding. Set bfloat16 to train fp32
+    weights in bf16.
+    """
 
     def __init__(
         self,
@@ -114,7 +124,8 @@ class K3(DepthMixing):
         """ids [T] packed as `spans` -> `Out`. One function for training, prefill and decode.
 
         state: the sequences' state, read and advanced in place; span i continues sequence i.
-        embeds [T, D]: replace the embedding (media).  routes int64 [T, MoE layers, k]: force the experts.
+        embeds [T, D]: replace the embedding (media).  routes int64 [T, MoE layers, k]: force the
+        experts.
         taps: AttnRes blocks whose output is wanted, negative from the end.
         ValueError when ids and spans disagree in length.
         """
@@ -145,7 +156,9 @@ class K3(DepthMixing):
         return Out(h_TD, _stack_routes(outs), [blocks[tap] for tap in taps], gather(outs, norms))
 
     def _block_queries(self, layer: int) -> list[DepthQuery]:
-        """Queries of every sublayer of the block that starts at `layer`, and the output's after the last block."""
+        """Queries of every sublayer of the block that starts at `layer`, and the output's after
+        the last block.
+        """
         stop = layer + self.config.attnres.block_size
         queries = []
         for inside in self.layers[layer:stop]:
