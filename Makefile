@@ -14,6 +14,7 @@ help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(VENV)/.ready ## make .venv: torch first (a CPU build where there is no NVIDIA device), then the rest
+	@:
 
 $(VENV)/.ready: pyproject.toml $(PIN)
 	@bash .ci/setup "$(VENV)" "$(TORCH)"
@@ -29,7 +30,7 @@ peers: setup $(VENV)/.peers ## compare with other people's implementations
 	@$(PY) -m pytest -q -m peers
 
 $(VENV)/.peers: tests/peers/requirements.txt $(VENV)/.ready
-	@$(PY) -m pip install -q --no-deps -r tests/peers/requirements.txt
+	@$(PY) -m pip install -qq --no-deps -r tests/peers/requirements.txt
 	@touch "$@"
 
 slow: setup ## soaks and learning runs at full size (hours)
