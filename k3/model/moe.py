@@ -67,8 +67,8 @@ class LatentMoE(nn.Module):
         w = self.experts
         u_Tl = experts(
             z_Tl,
-            chosen.indices,
-            chosen.weights,
+            chosen.indices_Tk,
+            chosen.weights_Tk,
             w.w1.to(z_Tl.dtype),
             w.w3.to(z_Tl.dtype),
             w.w2.to(z_Tl.dtype),
@@ -81,4 +81,4 @@ class LatentMoE(nn.Module):
         y_TD = self.routed_expert_up_proj(u_Tl) if self.has_latent else u_Tl
         if hasattr(self, "shared_experts"):
             y_TD = y_TD + self.shared_experts(x_TD)
-        return y_TD, chosen.indices, stats
+        return y_TD, chosen.indices_Tk, stats

@@ -55,14 +55,14 @@ class Router(nn.Module):
     def _statistics(self, scores_Tn: Tensor, chosen: Route, spans: Spans) -> dict[str, Tensor]:
         c = self.config
         valid_T = spans.valid()
-        picked = chosen.indices[valid_T].flatten()
+        picked = chosen.indices_Tk[valid_T].flatten()
         stats = {"expert_load": torch.bincount(picked, minlength=c.num_experts)}
         if not self.training:
             return stats
         if c.balance == "quantile":
             bias = self.e_score_correction_bias
-            stats["histogram"] = histogram(scores_Tn, chosen.cutoff, bias, valid_T, c.bins)
+            stats["histogram"] = histogram(scores_Tn, chosen.cutoff_T, bias, valid_T, c.bins)
         elif c.balance == "quantile_exact":
             stats["scores"] = scores_Tn[valid_T]
-            stats["cutoff"] = chosen.cutoff[valid_T]
+            stats["cutoff"] = chosen.cutoff_T[valid_T]
         return stats

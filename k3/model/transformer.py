@@ -39,10 +39,9 @@ class Out(NamedTuple):
     taps: list[Tensor]
     """The un-mixed block outputs [T, D] that `taps` asked for."""
     stats: dict[str, Any]
-    """expert_load int64 [MoE layers, n]; histogram int64 [MoE layers, n, B] or lists `scores` and
-    `cutoff` (in training);
-    """expert_load int64 [MoE layers, n]; histogram int64 [MoE layers, n, B], or lists `scores` and
-    `cutoff` (in training);
+    """expert_load int64 [MoE layers, n]; in training, for balancing, histogram int64
+    [MoE layers, n, B] or lists `scores` and `cutoff`; max_logit fp32 [layers with a softmax, H];
+    output_norm fp32 [L+1], RMS of the running sum by depth."""
 
 
 class K3(DepthMixing):
