@@ -13,7 +13,7 @@ Legend: T tokens, D hidden, Q queries of one block.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -82,7 +82,7 @@ class DepthMixing(nn.Module):
         self.mixes = config.attnres.kind != "none"
         self.frozen = config.attnres.query != "learned"
 
-    def add_query(self, name: str, config: K3Config, **factory: object) -> None:
+    def add_query(self, name: str, config: K3Config, **factory: Any) -> None:
         if not self.mixes:
             return
         norm = RMSNorm(config.hidden_size, config.rms_norm_eps, **factory)

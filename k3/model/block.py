@@ -5,7 +5,7 @@ Legend: T tokens, D hidden.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -31,11 +31,11 @@ class LayerOut(NamedTuple):
     """Largest attention logit of each head; None in a KDA layer, whose logits are bounded by
     construction.
     """
-    stats: dict[str, Tensor]
+    stats: dict[str, Any]
 
 
 class DecoderLayer(DepthMixing):
-    def __init__(self, config: K3Config, layer: int, **factory: object):
+    def __init__(self, config: K3Config, layer: int, **factory: Any):
         super().__init__(config)
         hidden, eps = config.hidden_size, config.rms_norm_eps
         self.layer = layer

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -26,7 +27,7 @@ def activation(config: K3Config) -> Activation:
 class GLU(nn.Module):
     """x [T, D] -> [T, D] through a hidden width."""
 
-    def __init__(self, config: K3Config, width: int, **factory: object):
+    def __init__(self, config: K3Config, width: int, **factory: Any):
         super().__init__()
         self.gate_proj = Linear(config.hidden_size, width, **factory)
         self.up_proj = Linear(config.hidden_size, width, **factory)

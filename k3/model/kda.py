@@ -7,11 +7,13 @@ N spans, P pool slots.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from k3.model.config import K3Config, KDAConfig
-from k3.model.layers import Linear, ShortConv
+from k3.model.layers import Linear, Weight
 from k3.model.state import State
 from k3.ops.conv import short_conv
 from k3.ops.kda import kda, kda_decode
@@ -20,31 +22,30 @@ from k3.ops.spans import Spans
 
 
 class KimiDeltaAttention(nn.Module):
-    def __init__(self, config: K3Config, layer: int, **factory: object):
+    def __init__(self, config: K3Config, layer: int, **factory: Any):
         super().__init__()
         assert config.kda is not None
         c: KDAConfig = config.kda
-        hidden, width, device = config.hidden_size, c.width, factory.get("device")
+        hidden, width = config.hidden_size, c.width
+        fp32 = factory | {"dtype": torch.float32}
         self.config, self.layer, self.norm_eps = c, layer, config.rms_norm_eps
         self.q_proj = Linear(hidden, width, **factory)
         self.k_proj = Linear(hidden, width, **factory)
         self.v_proj = Linear(hidden, width, **factory)
-        self.q_conv1d = ShortConv(width, c.conv_size, device)  # type: ignore[arg-type]
-        self.k_conv1d = ShortConv(width, c.conv_size, device)  # type: ignore[arg-type]
-        self.v_conv1d = ShortConv(width, c.conv_size, device)  # type: ignore[arg-type]
+        self.q_conv1d = Weight(width, 1, c.conv_size, **fp32)
+        self.k_conv1d = Weight(width, 1, c.conv_size, **fp32)
+        self.v_conv1d = Weight(width, 1, c.conv_size, **fp32)
         self.f_a_proj = Linear(hidden, c.head_dim, **factory)
         self.f_b_proj = Linear(c.head_dim, width, **factory)
         self.b_proj = Linear(hidden, c.num_heads, **factory)
-        fp32 = {"device": device, "dtype": torch.float32}
-        self.A_log = nn.Parameter(torch.empty(c.num_heads, **fp32))  # type: ignore[arg-type]
-        self.dt_bias = nn.Parameter(torch.empty(width, **fp32))  # type: ignore[arg-type]
+        self.A_log = nn.Parameter(torch.empty(c.num_heads, **fp32))
+        self.dt_bias = nn.Parameter(torch.empty(width, **fp32))
         if c.full_rank_gate:
             self.g_proj = Linear(hidden, width, **factory)
         else:
             self.g_a_proj = Linear(hidden, c.head_dim, **factory)
             self.g_b_proj = Linear(c.head_dim, width, **factory)
-        self.o_norm = nn.Module()
-        self.o_norm.weight = nn.Parameter(torch.empty(c.head_dim, **fp32))  # type: ignore[arg-type]
+        self.o_norm = Weight(c.head_dim, **fp32)
         self.o_proj = Linear(width, hidden, **factory)
 
     def forward(self, x_TD: Tensor, spans: Spans, state: State | None) -> tuple[Tensor, None]:

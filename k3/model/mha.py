@@ -6,6 +6,8 @@ then the values.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -19,7 +21,7 @@ from k3.ops.spans import Spans
 
 
 class MultiHeadAttention(nn.Module):
-    def __init__(self, config: K3Config, layer: int, **factory: object):
+    def __init__(self, config: K3Config, layer: int, **factory: Any):
         super().__init__()
         assert config.mha is not None
         c: MHAConfig = config.mha

@@ -10,6 +10,8 @@ N spans, M pages per span.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -22,7 +24,7 @@ from k3.ops.spans import Spans
 
 
 class GatedMLA(nn.Module):
-    def __init__(self, config: K3Config, layer: int, **factory: object):
+    def __init__(self, config: K3Config, layer: int, **factory: Any):
         super().__init__()
         assert config.mla is not None
         c: MLAConfig = config.mla

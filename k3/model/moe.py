@@ -8,6 +8,7 @@ chosen.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,20 +26,20 @@ class Experts(nn.Module):
     m].
     """
 
-    def __init__(self, count: int, width: int, latent: int, **factory: object):
+    def __init__(self, count: int, width: int, latent: int, **factory: Any):
         super().__init__()
-        self.w1 = nn.Parameter(torch.empty(count, width, latent, **factory))  # type: ignore[arg-type]
-        self.w2 = nn.Parameter(torch.empty(count, latent, width, **factory))  # type: ignore[arg-type]
-        self.w3 = nn.Parameter(torch.empty(count, width, latent, **factory))  # type: ignore[arg-type]
+        self.w1 = nn.Parameter(torch.empty(count, width, latent, **factory))
+        self.w2 = nn.Parameter(torch.empty(count, latent, width, **factory))
+        self.w3 = nn.Parameter(torch.empty(count, width, latent, **factory))
 
 
 class LatentMoE(nn.Module):
     dispatch: Callable[..., Tensor] | None = None
     """Replaces the local permutation and products (expert parallelism); set from outside."""
-    quant: Callable[[Tensor], Tensor] | None = None
+    quant: Callable[[Tensor, str], Tensor] | None = None
     """Fake quantiser of expert weights and inputs; set from outside."""
 
-    def __init__(self, config: K3Config, **factory: object):
+    def __init__(self, config: K3Config, **factory: Any):
         super().__init__()
         c = config.moe
         assert c is not None
@@ -60,7 +61,7 @@ class LatentMoE(nn.Module):
 
     def forward(
         self, x_TD: Tensor, spans: Spans, routes_Tk: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    ) -> tuple[Tensor, Tensor, dict[str, Any]]:
         """x [T, D] (normalised) -> (y [T, D], chosen experts int64 [T, k], router statistics)."""
         chosen, stats = self.gate(x_TD, spans, routes_Tk)
         z_Tl = self.routed_expert_down_proj(x_TD) if self.has_latent else x_TD

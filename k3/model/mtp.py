@@ -11,6 +11,8 @@ Legend: T tokens, D hidden.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -25,8 +27,16 @@ from k3.model.state import State
 from k3.ops.spans import Spans
 
 
+class SharedHead(nn.Module):
+    """The norm before the head that the backbone and the MTP layer share."""
+
+    def __init__(self, config: K3Config, **factory: Any):
+        super().__init__()
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, **factory)
+
+
 class MTPLayer(nn.Module):
-    def __init__(self, config: K3Config, index: int, **factory: object):
+    def __init__(self, config: K3Config, index: int, **factory: Any):
         super().__init__()
         hidden, eps = config.hidden_size, config.rms_norm_eps
         self.enorm = RMSNorm(hidden, eps, **factory)
@@ -39,8 +49,7 @@ class MTPLayer(nn.Module):
             self.block_sparse_moe = LatentMoE(config, **factory)
         else:
             self.mlp = GLU(config, config.intermediate_size, **factory)
-        self.shared_head = nn.Module()
-        self.shared_head.norm = RMSNorm(hidden, eps, **factory)
+        self.shared_head = SharedHead(config, **factory)
 
     def forward(
         self,

@@ -10,6 +10,8 @@ Legend: T tokens, D hidden, n experts, k chosen, B bins.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -23,18 +25,18 @@ from k3.ops.spans import Spans
 class Router(nn.Module):
     e_score_correction_bias: Tensor
 
-    def __init__(self, config: K3Config, device: object = None, dtype: object = None):
+    def __init__(self, config: K3Config, **factory: Any):
         super().__init__()
         assert config.moe is not None
         self.config = config.moe
         shape = (self.config.num_experts, config.hidden_size)
-        self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))  # type: ignore[call-overload]
-        bias = torch.zeros(self.config.num_experts, device=device, dtype=torch.float32)  # type: ignore[call-overload]
+        self.weight = nn.Parameter(torch.empty(shape, **factory))
+        bias = torch.zeros(self.config.num_experts, **factory | {"dtype": torch.float32})
         self.register_buffer("e_score_correction_bias", bias)
 
     def forward(
         self, x_TD: Tensor, spans: Spans, routes_Tk: Tensor | None = None
-    ) -> tuple[Route, dict[str, Tensor]]:
+    ) -> tuple[Route, dict[str, Any]]:
         """x [T, D] at full width -> (chosen experts with weights, statistics over the tokens
         that are not padding).
         """
@@ -52,17 +54,17 @@ class Router(nn.Module):
         return chosen, self._statistics(scores_Tn.detach(), chosen, spans)
 
     @torch.no_grad()
-    def _statistics(self, scores_Tn: Tensor, chosen: Route, spans: Spans) -> dict[str, Tensor]:
+    def _statistics(self, scores_Tn: Tensor, chosen: Route, spans: Spans) -> dict[str, Any]:
         c = self.config
         valid_T = spans.valid()
         picked = chosen.indices_Tk[valid_T].flatten()
-        stats = {"expert_load": torch.bincount(picked, minlength=c.num_experts)}
+        stats: dict[str, Any] = {}
+        stats["expert_load"] = torch.bincount(picked, minlength=c.num_experts)
         if not self.training:
             return stats
         if c.balance == "quantile":
             bias = self.e_score_correction_bias
             stats["histogram"] = histogram(scores_Tn, chosen.cutoff_T, bias, valid_T, c.bins)
         elif c.balance == "quantile_exact":
-            stats["scores"] = scores_Tn[valid_T]
-            stats["cutoff"] = chosen.cutoff_T[valid_T]
+            stats["margins"] = (scores_Tn[valid_T], chosen.cutoff_T[valid_T])
         return stats

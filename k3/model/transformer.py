@@ -12,7 +12,7 @@ decoder layers.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +23,7 @@ from k3.model.block import DecoderLayer, LayerOut
 from k3.model.config import K3Config
 from k3.model.facts import facts_of, is_fp32_island
 from k3.model.initialize import initialize
-from k3.model.layers import Linear, RMSNorm
+from k3.model.layers import Linear, RMSNorm, Weight
 from k3.model.mtp import MTPLayer
 from k3.model.router import Router
 from k3.model.state import State
@@ -40,8 +40,8 @@ class Out(NamedTuple):
     """The un-mixed block outputs [T, D] that `taps` asked for."""
     stats: dict[str, Any]
     """expert_load int64 [MoE layers, n]; in training, for balancing, histogram int64
-    [MoE layers, n, B] or lists `scores` and `cutoff`; max_logit fp32 [layers with a softmax, H];
-    output_norm fp32 [L+1], RMS of the running sum by depth."""
+    [MoE layers, n, B] or a list `margins` of (scores, cutoff); max_logit fp32
+    [layers with a softmax, H]; output_norm fp32 [L+1], RMS of the running sum by depth."""
 
 
 class K3(DepthMixing):
@@ -64,9 +64,7 @@ class K3(DepthMixing):
         super().__init__(config)
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.config = config
-        self.embed_tokens = nn.Module()
-        embedding = torch.empty(config.vocab_size, config.hidden_size, **factory)
-        self.embed_tokens.weight = nn.Parameter(embedding)
+        self.embed_tokens = Weight(config.vocab_size, config.hidden_size, **factory)
         count = range(config.num_hidden_layers)
         self.layers = nn.ModuleList(DecoderLayer(config, layer, **factory) for layer in count)
         self.add_query("output_attn_res", config, **factory)
@@ -95,7 +93,7 @@ class K3(DepthMixing):
         """Moves and casts like any module, but never narrows an fp32 island."""
         tensors = [*self.named_parameters(), *self.named_buffers()]
         islands = {name: t.detach() for name, t in tensors if is_fp32_island(name)}
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        super()._apply(fn, recurse)
         for name, tensor in [*self.named_parameters(), *self.named_buffers()]:
             if (
                 name in islands
@@ -137,7 +135,7 @@ class K3(DepthMixing):
         outs: list[LayerOut] = []
         norms = [_rms(depth)]
         moe_layer = 0
-        for layer in self.layers:
+        for layer in self._layers():
             if layer.starts_block:
                 queries = self._block_queries(layer.layer) if two_phase else ()
                 depth = depth.close(queries, 2 * layer.layer)
@@ -151,8 +149,12 @@ class K3(DepthMixing):
         h_TD = depth.read(self.query("output_attn_res"), 2 * len(self.layers))
         if state is not None:
             state.advance(spans)
+        assert depth.prefix is not None
         blocks = [*depth.blocks[1:], depth.prefix]
         return Out(h_TD, _stack_routes(outs), [blocks[tap] for tap in taps], gather(outs, norms))
+
+    def _layers(self) -> list[DecoderLayer]:
+        return [cast(DecoderLayer, layer) for layer in self.layers]
 
     def _block_queries(self, layer: int) -> list[DepthQuery]:
         """Queries of every sublayer of the block that starts at `layer`, and the output's after
@@ -160,11 +162,11 @@ class K3(DepthMixing):
         """
         stop = layer + self.config.attnres.block_size
         queries = []
-        for inside in self.layers[layer:stop]:
+        for inside in self._layers()[layer:stop]:
             queries += [inside.query("self_attention_res"), inside.query("mlp_res")]
         if stop >= len(self.layers):
             queries.append(self.query("output_attn_res"))
-        return queries
+        return [query for query in queries if query is not None]
 
     def mtp_forward(
         self,
@@ -182,8 +184,8 @@ class K3(DepthMixing):
         """
         forced = None if routes is None else routes[:, 0]
         out = self.mtp[index](h_TD, self.embed(next_ids_T), spans, state, forced)
-        prefix = out.depth.prefix
-        return Out(prefix, _stack_routes([out]), [], gather([out], [_rms(out.depth)]))
+        assert out.depth.prefix is not None
+        return Out(out.depth.prefix, _stack_routes([out]), [], gather([out], [_rms(out.depth)]))
 
     def head_input(self, h_RD: Tensor) -> Tensor:
         """The final norm: what the head multiplies."""
@@ -196,14 +198,13 @@ class K3(DepthMixing):
 
 
 def gather(outs: Sequence[LayerOut], norms: Sequence[Tensor]) -> dict[str, Any]:
-    """Per-layer statistics as stacked tensors; ragged ones (`scores`, `cutoff`) as lists."""
+    """Per-layer statistics as stacked tensors; the ragged `margins` as a list."""
     stats: dict[str, Any] = {"output_norm": torch.stack(list(norms))}
     for key in ("expert_load", "histogram"):
         if rows := [out.stats[key] for out in outs if key in out.stats]:
             stats[key] = torch.stack(rows)
-    for key in ("scores", "cutoff"):
-        if rows := [out.stats[key] for out in outs if key in out.stats]:
-            stats[key] = rows
+    if margins := [out.stats["margins"] for out in outs if "margins" in out.stats]:
+        stats["margins"] = margins
     if logits := [out.max_logit_H for out in outs if out.max_logit_H is not None]:
         stats["max_logit"] = torch.stack(logits)
     return stats
