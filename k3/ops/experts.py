@@ -42,9 +42,9 @@ def experts(
 ) -> Tensor:
     """u = sum_j weight_j * w2_j glu(w1_j x, w3_j x) over a token's experts j; [T, l] in x's dtype.
 
-    x_Tl [T, l], indices_Tk int64 and weights_Tk [T, k], w1 and w3 [E, m, l], w2 [E, l, m]. Weights are
-    cast to x's dtype; the sum runs in fp32. No token is dropped; 0 tokens and experts without
-    tokens are fine (their gradients are zeros). Raises ValueError on shapes that do not fit.
+    x_Tl [T, l], indices_Tk int64 and weights_Tk [T, k], w1 and w3 [E, m, l], w2 [E, l, m]. The expert
+    weights are cast to x's dtype; the sum runs in fp32. No token is dropped; 0 tokens and experts
+    without tokens are fine (their gradients are zeros). Raises ValueError on shapes that do not fit.
     Source: Kimi K3 report §2.3, eq. 11.
     """
     num_experts, width, latent = w1_Eml.shape
@@ -56,7 +56,8 @@ def experts(
         raise ValueError(f"w2 {tuple(w2_Elm.shape)} must be {(num_experts, latent, width)}")
     if indices_Tk.shape != weights_Tk.shape or indices_Tk.shape[:1] != x_Tl.shape[:1]:
         raise ValueError(
-            f"indices {tuple(indices_Tk.shape)}, weights {tuple(weights_Tk.shape)}, x {tuple(x_Tl.shape)}"
+            f"indices {tuple(indices_Tk.shape)} and weights {tuple(weights_Tk.shape)} do not fit "
+            f"x {tuple(x_Tl.shape)}"
         )
     compute = partial(_compute, w1_Eml=w1_Eml, w3_Eml=w3_Eml, w2_Elm=w2_Elm, glu=glu, quant=quant)
     if dispatch is not None:
