@@ -1,0 +1,207 @@
+"""A corpus: which documents of a source are kept, which are held out, and one hash that says so.
+
+Documents are taken in the order of a hash of their path, so that a smaller `max_bytes` takes a
+subset of what a larger one takes, on every machine. Held-out documents are taken first: a training
+document that mostly repeats one of them is dropped, and they do not depend on how much is trained
+on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from k3 import UserError
+from k3.data.sources import Entry, list_documents
+
+VALIDATION_SHARE = 0.02
+MIN_BYTES = 10_000
+LONG_LINE = 40
+"""Characters from which a line is telling enough to count for near-duplicates."""
+SEEN_SHARE = 0.5
+"""A document with more of its long lines than this seen in earlier ones is a near-duplicate."""
+
+
+@dataclass(frozen=True)
+class Document:
+    """A kept document. `read` gives its bytes again, which are valid UTF-8."""
+
+    path: str
+    size: int
+    sha256: str
+    read: Callable[[], bytes] = field(repr=False, compare=False)
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """The kept documents of a source, in reading order, and what was left out."""
+
+    source: str
+    train: tuple[Document, ...]
+    validation: tuple[Document, ...]
+    skipped: dict[str, int]
+    """How many documents were left out as binary, empty, duplicate, near_duplicate."""
+    sha256: str
+    """Over the sorted (split, path, content hash) of all kept documents."""
+
+    @property
+    def train_bytes(self) -> int:
+        return sum(document.size for document in self.train)
+
+    @property
+    def validation_bytes(self) -> int:
+        return sum(document.size for document in self.validation)
+
+    def describe(self) -> str:
+        """One line: sizes, what was left out, and the hash."""
+        left_out = ", ".join(f"{count} {reason}" for reason, count in self.skipped.items() if count)
+        return (
+            f"{self.source}: {len(self.train):,} documents, {self.train_bytes / 1e6:.1f} MB; "
+            f"held out {len(self.validation):,}, {self.validation_bytes / 1e6:.2f} MB; "
+            f"left out {left_out or 'none'}; sha256 {self.sha256[:16]}"
+        )
+
+    def export(self, path: Path | str) -> None:
+        """Writes the corpus as one JSONL file that reads back, as a source, with the same hash.
+
+        For a machine that does not have the pinned packages.
+        """
+        with open(path, "w", encoding="utf-8") as handle:
+            for document in (*self.validation, *self.train):
+                row = {"path": document.path, "text": document.read().decode()}
+                handle.write(json.dumps(row, ensure_ascii=False) + "\n")
+
+
+def read_corpus(
+    source: str,
+    *,
+    max_bytes: int = 0,
+    val_bytes: int = 0,
+    progress: Callable[[str, int, int], None] | None = None,
+) -> Corpus:
+    """Reads, filters and splits a source (see `list_documents`).
+
+    Training takes documents until `max_bytes` are reached, held out are about 2% of the source's
+    documents and at most `val_bytes` and one document; 0 is no limit. UserError if there is not at
+    least one document for each and 10,000 bytes in all.
+    """
+    held_out, rest = _split(list_documents(source))
+    sieve = _Sieve(progress, len(held_out) + len(rest))
+    validation = _take(held_out, sieve, val_bytes)
+    while not validation and rest:
+        validation = _take([rest.pop(0)], sieve, val_bytes)
+    train = _take(sorted(rest, key=lambda entry: _hash("order", entry.path)), sieve, max_bytes)
+    _check_size(source, train, validation)
+    return Corpus(
+        source,
+        tuple(train),
+        tuple(validation),
+        dict(sieve.skipped),
+        _identity({"train": train, "validation": validation}),
+    )
+
+
+def _split(entries: list[Entry]) -> tuple[list[Entry], list[Entry]]:
+    """Held-out candidates and the rest, both in the order of the hash that decides. Paths are
+    unique."""
+    ordered = sorted({entry.path: entry for entry in entries}.values(), key=_split_key)
+    border = VALIDATION_SHARE * 2**64
+    count = sum(_split_key(entry) < border for entry in ordered)
+    return ordered[:count], ordered[count:]
+
+
+def _split_key(entry: Entry) -> int:
+    return _hash("split", entry.path)
+
+
+def _hash(purpose: str, path: str) -> int:
+    digest = hashlib.sha256(f"{purpose}\0{path}".encode("utf-8", "surrogatepass")).digest()
+    return int.from_bytes(digest[:8], "big")
+
+
+def _take(entries: Iterable[Entry], sieve: _Sieve, limit: int) -> list[Document]:
+    taken: list[Document] = []
+    size = 0
+    for entry in entries:
+        if limit and size >= limit:
+            break
+        if (document := sieve.keep(entry)) is not None:
+            taken.append(document)
+            size += document.size
+    return taken
+
+
+class _Sieve:
+    """Keeps a document unless it is no text, empty, or mostly repeats those kept before."""
+
+    def __init__(self, progress: Callable[[str, int, int], None] | None, total: int) -> None:
+        self.skipped = {"binary": 0, "empty": 0, "duplicate": 0, "near_duplicate": 0}
+        self._contents: set[bytes] = set()
+        self._lines: set[int] = set()
+        self._progress = progress
+        self._seen, self._total = 0, total
+
+    def keep(self, entry: Entry) -> Document | None:
+        self._seen += 1
+        if self._progress and self._seen % 64 == 0:
+            self._progress("read", self._seen, self._total)
+        data = entry.read()
+        if (reason := self._reason(data)) is not None:
+            self.skipped[reason] += 1
+            return None
+        return Document(entry.path, len(data), hashlib.sha256(data).hexdigest(), entry.read)
+
+    def _reason(self, data: bytes) -> str | None:
+        try:
+            lines = [line.strip() for line in data.decode("utf-8").splitlines()]
+        except UnicodeDecodeError:
+            return "binary"
+        if b"\0" in data:
+            return "binary"
+        content = "\n".join(filter(None, lines))
+        if not content:
+            return "empty"
+        digest = hashlib.sha256(content.encode()).digest()
+        if digest in self._contents:
+            return "duplicate"
+        # Python's own string hash is keyed anew in every process; only equality counts here.
+        long_lines = {hash(line) for line in lines if len(line) >= LONG_LINE}
+        if len(long_lines & self._lines) > SEEN_SHARE * len(long_lines):
+            return "near_duplicate"
+        self._contents.add(digest)
+        self._lines |= long_lines
+        return None
+
+
+def _identity(splits: dict[str, list[Document]]) -> str:
+    rows = sorted(
+        f"{split}\t{document.path}\t{document.sha256}\n"
+        for split, documents in splits.items()
+        for document in documents
+    )
+    return hashlib.sha256("".join(rows).encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def texts(documents: Iterable[Document]) -> Iterator[str]:
+    """The documents' text, read one after another. UserError if a file changed since it was first
+    read."""
+    for document in documents:
+        data = document.read()
+        if len(data) != document.size:
+            raise UserError(
+                f"{document.path}: changed while it was read, "
+                f"{document.size} bytes became {len(data)}"
+            )
+        yield data.decode("utf-8")
+
+
+def _check_size(source: str, train: list[Document], validation: list[Document]) -> None:
+    found = sum(document.size for document in (*train, *validation))
+    if not train or not validation or found < MIN_BYTES:
+        raise UserError(
+            f"data source {source!r} is too small: {found} bytes of text in {len(train)} training "
+            f"and {len(validation)} held-out documents, needed {MIN_BYTES} bytes and one of each"
+        )
