@@ -4,8 +4,8 @@ sharding.
 
 import pytest
 import torch
-from k3.ops.quantile import histogram
 
+from k3.ops.quantile import histogram
 from k3.ops.route import route
 from k3.optim.balance import Balancer, Load
 
@@ -20,13 +20,18 @@ def scores(tokens, seed=0):
 
 def statistics(scores_LTn, biases):
     """What the model's forward returns for these scores."""
-    loads, counts, margins = [], [], []
+    loads, counts, cutoffs = [], [], []
     for scores_Tn, bias_n in zip(scores_LTn, biases, strict=True):
         routed = route(scores_Tn, bias_n, K)
         loads.append(torch.bincount(routed.indices_Tk.flatten(), minlength=N))
         counts.append(histogram(scores_Tn, routed.cutoff_T, bias_n, bins=BINS))
-        margins.append((scores_Tn, routed.cutoff_T))
-    return {"expert_load": torch.stack(loads), "histogram": torch.stack(counts), "margins": margins}
+        cutoffs.append(routed.cutoff_T)
+    return {
+        "expert_load": torch.stack(loads),
+        "histogram": torch.stack(counts),
+        "scores": list(scores_LTn),
+        "cutoff": cutoffs,
+    }
 
 
 def balancer(kind="quantile", biases=None):
@@ -103,8 +108,8 @@ def test_exact_gathers_the_margins_of_all_ranks():
     one, half = balancer("quantile_exact"), balancer("quantile_exact")
     one.add(statistics(rows, one.biases))
     one.step()
-    other = statistics(rows[:, 120:], half.biases)["margins"]
-    queue = [tensor for pair in other for tensor in pair]
+    other = statistics(rows[:, 120:], half.biases)
+    queue = [x for pair in zip(other["scores"], other["cutoff"], strict=True) for x in pair]
     half.add(statistics(rows[:, :120], half.biases))
     half.step(lambda flat: flat, lambda mine: torch.cat([mine, queue.pop(0)]))
     assert all(torch.equal(a, b) for a, b in zip(one.biases, half.biases, strict=True))
