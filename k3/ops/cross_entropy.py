@@ -25,13 +25,13 @@ def linear_cross_entropy(
     ignore_index: int = -100,
     chunk: int | None = None,
 ) -> Tensor:
-    """Sum over rows with a target of -log softmax(h @ weight.T)[target]: an fp32 scalar (fp64 for fp64).
+    """Sum over rows of -log softmax(h @ weight.T)[target]: an fp32 scalar (fp64 for fp64).
 
     h_RD [R, D] (already normed), weight_VD [V, D], targets_R int64 [R]. Rows whose target is
-    `ignore_index` cost nothing and get a zero gradient; without any valid row the loss is 0. `chunk`
-    is the number of rows at a time. The gradients are made in the forward pass, where the logits are
-    at hand, and kept in fp32.
-    Raises ValueError for a target outside the vocabulary or shapes that do not fit.
+    `ignore_index` cost nothing and get a zero gradient; without any valid row the loss is 0.
+    `chunk` is the number of rows at a time. The gradients are made in the forward pass, where the
+    logits are at hand, and kept in fp32. Raises ValueError for a target outside the vocabulary or
+    shapes that do not fit.
     """
     rows, width = h_RD.shape
     if weight_VD.shape[1] != width or targets_R.shape != (rows,):

@@ -42,10 +42,10 @@ def experts(
 ) -> Tensor:
     """u = sum_j weight_j * w2_j glu(w1_j x, w3_j x) over a token's experts j; [T, l] in x's dtype.
 
-    x_Tl [T, l], indices_Tk int64 and weights_Tk [T, k], w1 and w3 [E, m, l], w2 [E, l, m]. The expert
-    weights are cast to x's dtype; the sum runs in fp32. No token is dropped; 0 tokens and experts
-    without tokens are fine (their gradients are zeros). Raises ValueError on shapes that do not fit.
-    Source: Kimi K3 report §2.3, eq. 11.
+    x_Tl [T, l], indices_Tk int64 and weights_Tk [T, k], w1 and w3 [E, m, l], w2 [E, l, m]. The
+    expert weights are cast to x's dtype; the sum runs in fp32. No token is dropped; 0 tokens and
+    experts without tokens are fine (their gradients are zeros). Raises ValueError on shapes that do
+    not fit. Source: Kimi K3 report §2.3, eq. 11.
     """
     num_experts, width, latent = w1_Eml.shape
     if x_Tl.shape[1:] != (latent,) or w3_Eml.shape != w1_Eml.shape:
