@@ -24,6 +24,9 @@ LONG_LINE = 40
 SEEN_SHARE = 0.5
 """A document with more of its long lines than this seen in earlier ones is a near-duplicate."""
 
+Progress = Callable[[str, int, int], None]
+"""progress(what, done, total): what is going on and how far it is."""
+
 
 @dataclass(frozen=True)
 class Document:
@@ -80,20 +83,22 @@ def read_corpus(
     *,
     max_bytes: int = 0,
     val_bytes: int = 0,
-    progress: Callable[[str, int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> Corpus:
     """Reads, filters and splits a source (see `list_documents`).
 
-    Training takes documents until `max_bytes` are reached, held out are about 2% of the source's
-    documents and at most `val_bytes` and one document; 0 is no limit. UserError if there is not at
-    least one document for each and 10,000 bytes in all.
+    About 2% of the source's documents are set aside; of these, documents are held out until
+    `val_bytes` are reached, passing over one larger than a quarter of it. Training takes documents
+    of the others until `max_bytes` are reached. 0 is no limit. UserError if there is not at least
+    one document for each and 10,000 bytes in all.
     """
-    held_out, rest = _split(list_documents(source))
-    sieve = _Sieve(progress, len(held_out) + len(rest))
-    validation = _take(held_out, sieve, val_bytes)
+    sieve = _Sieve()
+    aside, rest = _split(list_documents(source))
+    validation = list(_take(aside, sieve, val_bytes, largest=val_bytes // 4))
     while not validation and rest:
-        validation = _take([rest.pop(0)], sieve, val_bytes)
-    train = _take(sorted(rest, key=lambda entry: _hash("order", entry.path)), sieve, max_bytes)
+        validation = list(_take([rest.pop(0)], sieve))
+    rest.sort(key=lambda entry: _hash("order", entry.path))
+    train = list(_reported(_take(rest, sieve, max_bytes), max_bytes, len(rest), progress))
     _check_size(source, train, validation)
     return Corpus(
         source,
@@ -122,33 +127,42 @@ def _hash(purpose: str, path: str) -> int:
     return int.from_bytes(digest[:8], "big")
 
 
-def _take(entries: Iterable[Entry], sieve: _Sieve, limit: int) -> list[Document]:
-    taken: list[Document] = []
+def _take(
+    entries: Iterable[Entry], sieve: _Sieve, limit: int = 0, largest: int = 0
+) -> Iterator[Document]:
     size = 0
     for entry in entries:
         if limit and size >= limit:
             break
-        if (document := sieve.keep(entry)) is not None:
-            taken.append(document)
+        if (document := sieve.keep(entry, largest)) is not None:
+            yield document
             size += document.size
-    return taken
+
+
+def _reported(
+    documents: Iterable[Document], max_bytes: int, count: int, progress: Progress | None
+) -> Iterator[Document]:
+    """Tells `progress` of the bytes read where they are limited, else of the documents."""
+    size = 0
+    for number, document in enumerate(documents, start=1):
+        size += document.size
+        if progress and number % 64 == 0:
+            progress("read", min(size, max_bytes) or number, max_bytes or count)
+        yield document
 
 
 class _Sieve:
     """Keeps a document unless it is no text, empty, or mostly repeats those kept before."""
 
-    def __init__(self, progress: Callable[[str, int, int], None] | None, total: int) -> None:
+    def __init__(self) -> None:
         self.skipped = {"binary": 0, "empty": 0, "duplicate": 0, "near_duplicate": 0}
         self._contents: set[bytes] = set()
         self._lines: set[int] = set()
-        self._progress = progress
-        self._seen, self._total = 0, total
 
-    def keep(self, entry: Entry) -> Document | None:
-        self._seen += 1
-        if self._progress and self._seen % 64 == 0:
-            self._progress("read", self._seen, self._total)
+    def keep(self, entry: Entry, largest: int) -> Document | None:
         data = entry.read()
+        if largest and len(data) > largest:
+            return None
         if (reason := self._reason(data)) is not None:
             self.skipped[reason] += 1
             return None

@@ -19,10 +19,10 @@ import numpy as np
 from k3 import UserError
 from k3.data.batch import Batch
 from k3.data.cache import default_cache, open_or_build
-from k3.data.corpus import Corpus, Document, read_corpus, texts
+from k3.data.corpus import Corpus, Document, Progress, read_corpus, texts
 from k3.data.mixture import Mixture
 from k3.data.packing import Packing, Piece, cut, pack
-from k3.data.tokens import Progress, TokenStore, token_store
+from k3.data.tokens import TokenStore, token_store
 from k3.text.control import PAD
 from k3.text.tokenizer import Tokenizer
 
@@ -49,6 +49,17 @@ class SourceConfig:
     @property
     def label(self) -> str:
         return self.name or self.path
+
+    @classmethod
+    def parse(cls, text: str) -> SourceConfig:
+        """ "PATH" or "PATH=WEIGHT", as a command line gives it."""
+        path, equals, weight = text.rpartition("=")
+        try:
+            return cls(path, float(weight)) if equals else cls(text)
+        except UserError:
+            raise
+        except ValueError:
+            return cls(text)
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,12 @@ DEFAULT_PACKAGES = (
 )
 """What a core install brings and whose Python source is the same on every platform."""
 
-_VARIES = ("torch/version.py", "numpy/__config__.py", "numpy/distutils/")
+_VARIES = (
+    "torch/version.py",
+    "torch/testing/_internal/generated/",
+    "numpy/__config__.py",
+    "numpy/distutils/",
+)
 """Files written by the build, or shipped for some Python versions only."""
 
 _PIECE_BYTES = 16_384
@@ -160,18 +165,20 @@ def _pieces(place: Path) -> list[Entry]:
 
 
 def _jsonl(place: Path) -> list[Entry]:
-    entries = []
+    entries: dict[str, Entry] = {}
     offset = 0
     try:
         with open(place, "rb") as handle:
             for number, line in enumerate(handle, start=1):
                 if line.strip():
-                    path = _row(place, number, line).get("path") or f"{place.name}:{number:09d}"
-                    entries.append(Entry(str(path), _line_reader(place, number, offset)))
+                    own = f"{place.name}:{number:09d}"
+                    path = str(_row(place, number, line).get("path") or own)
+                    name = path if path not in entries else f"{path}#{own}"
+                    entries[name] = Entry(name, _line_reader(place, number, offset))
                 offset += len(line)
     except OSError as error:
         raise UserError(f"{place}: cannot be read ({error.strerror})") from None
-    return entries
+    return list(entries.values())
 
 
 def _line_reader(place: Path, number: int, offset: int) -> Callable[[], bytes]:

@@ -18,14 +18,12 @@ import numpy.typing as npt
 
 from k3 import UserError
 from k3.data.cache import open_or_build
+from k3.data.corpus import Progress
 from k3.text.control import EOS
 from k3.text.tokenizer import Tokenizer
 
 FORMAT = 1
 _GROUP_BYTES = 1 << 20
-
-Progress = Callable[[str, int, int], None]
-"""progress(what, done, total)."""
 
 
 @dataclass(frozen=True, eq=False)
