@@ -36,6 +36,10 @@ class Load:
     idle_share: float
     """Share of all experts, over layers, that got no token."""
 
+    def row(self) -> dict[str, float]:
+        """The two as metrics."""
+        return {"load_max_over_mean": self.max_over_mean, "idle_share": self.idle_share}
+
     @classmethod
     def of(cls, load_Ln: Tensor) -> Load:
         load = load_Ln.double()

@@ -61,14 +61,17 @@ class Mesh:
         dist.all_gather(parts, padded)
         return torch.cat([part[:length] for part, length in zip(parts, lengths, strict=True)])
 
-    def any(self, flag: bool) -> bool:
-        """Whether any rank says yes: how a signal or a failure on one rank stops them all at the
-        same step.
+    def largest(self, value: int) -> int:
+        """The largest value of any rank: how a wish of one rank (to save, to stop) becomes
+        everyone's.
         """
-        return bool(self.max_(torch.tensor([int(flag)], device=self.device)))
+        if self.world == 1:
+            return value
+        return int(self.max_(torch.tensor([value], device=self.device)))
 
     def barrier(self) -> None:
-        self.any(False)
+        """Waits for the slowest rank."""
+        self.largest(0)
 
 
 def pick_device(name: str = "auto", local_rank: int = 0) -> torch.device:

@@ -1,0 +1,1 @@
+"""The loops on data: pretraining, its curriculum, its measurements, and stopping and going on."""
