@@ -38,7 +38,7 @@ def short_conv(
     if window_NWC is not None and window_NWC.shape != expected:
         raise ValueError(f"conv window {tuple(window_NWC.shape)}, expected {expected}")
     rows_T, last_NW = _extended_rows(spans, taps - 1)
-    return _ShortConv.apply(u_TC, weight_CW, window_NWC, rows_T, last_NW)  # type: ignore[no-untyped-call, no-any-return]
+    return _ShortConv.apply(u_TC, weight_CW, window_NWC, rows_T, last_NW)
 
 
 def _extended_rows(spans: Spans, history: int) -> tuple[Tensor, Tensor]:
@@ -74,7 +74,7 @@ class _ShortConv(torch.autograd.Function):
         return y_TC, x_XC[last_NW].to(u_TC.dtype)
 
     @staticmethod
-    def backward(ctx: Any, dy_TC: Tensor, dlast_NWC: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dy_TC: Tensor, dlast_NWC: Tensor) -> tuple[Tensor | None, ...]:
         x_XC, weight_CW, rows_T, last_NW = ctx.saved_tensors
         taps = weight_CW.shape[1]
         w = weight_CW.to(x_XC.dtype)

@@ -40,8 +40,9 @@ def kda(
 ) -> tuple[Tensor, Tensor]:
     """(o [T, H, V] in v's dtype, final state [N, H, K, V] fp32), differentiable in every tensor.
 
-    q, k: before normalisation; z: decay logits without bias; b: write-strength logits; lower_bound in [-5, 0), or
-    None for the softplus decay; scale of q, K^-1/2 when None. Arithmetic is fp32, fp64 for fp64
+    q, k: before normalisation; z: decay logits without bias; b: write-strength logits;
+    lower_bound in [-5, 0), or None for the softplus decay; scale of q, K^-1/2 when None.
+    Arithmetic is fp32, fp64 for fp64
     inputs.
     ValueError when shapes disagree or the bound is out of range.
     """
@@ -124,13 +125,13 @@ def _prepare(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Unit q (scaled) and k, v, log-decay and write strength, in one wide dtype."""
     dtype = wide(torch.promote_types(q.dtype, A_log.dtype))
-    unit_q = _L2Norm.apply(q.to(dtype), q.shape[-1] ** -0.5 if scale is None else scale)  # type: ignore[no-untyped-call]
-    unit_k = _L2Norm.apply(k.to(dtype), 1.0)  # type: ignore[no-untyped-call]
+    unit_q = _L2Norm.apply(q.to(dtype), q.shape[-1] ** -0.5 if scale is None else scale)
+    unit_k = _L2Norm.apply(k.to(dtype), 1.0)
     if lower_bound is None:
         g = decay(z, A_log, dt_bias, None).to(dtype)
     else:
         slope_H1 = A_log.to(dtype).clamp(max=MAX_A_LOG).exp()[:, None]
-        g = _BoundedDecay.apply(slope_H1 * (z.to(dtype) + dt_bias.to(dtype)), lower_bound)  # type: ignore[no-untyped-call]
+        g = _BoundedDecay.apply(slope_H1 * (z.to(dtype) + dt_bias.to(dtype)), lower_bound)
     return unit_q, unit_k, v.to(dtype), g, b.to(dtype).sigmoid()
 
 
@@ -146,7 +147,7 @@ class _L2Norm(torch.autograd.Function):
         return unit * scale if scale != 1.0 else unit
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
         unit, inverse = ctx.saved_tensors
         along = (dy * unit).sum(-1, keepdim=True)
         return (dy - unit * along) * (inverse * ctx.scale), None
@@ -164,7 +165,7 @@ class _BoundedDecay(torch.autograd.Function):
         return x.sigmoid().mul_(bound)
 
     @staticmethod
-    def backward(ctx: Any, dg: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, dg: Tensor) -> tuple[Tensor, None]:
         (x,) = ctx.saved_tensors
         return (dg * x.sigmoid()).mul_(x.neg().sigmoid_()).mul_(ctx.bound), None
 

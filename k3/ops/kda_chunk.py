@@ -113,7 +113,7 @@ def chunk_kda(
     if not chunks.steps:
         return v_THV, initial_NHKV
     with without_autocast(q_THK):
-        return _ChunkKDA.apply(q_THK, k_THK, v_THV, g_THK, beta_TH, initial_NHKV, chunks, bounded)  # type: ignore[no-untyped-call, no-any-return]
+        return _ChunkKDA.apply(q_THK, k_THK, v_THV, g_THK, beta_TH, initial_NHKV, chunks, bounded)
 
 
 def _cut(x_THx: Tensor, chunks: Chunks) -> Tensor:
@@ -231,7 +231,7 @@ class _ChunkKDA(torch.autograd.Function):
         return _join(o, chunks, heads), result
 
     @staticmethod
-    def backward(ctx: Any, do_THV: Tensor, dfinal_NHKV: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, do_THV: Tensor, dfinal_NHKV: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, g, beta, S, written = ctx.saved_tensors
         inside, chunks, heads = ctx.inside, ctx.chunks, ctx.heads
         with without_autocast(q):
