@@ -10,7 +10,7 @@ from k3 import UserError
 
 
 class Mixture:
-    """Draws source names so that after any n draws each count is within one of n times its share.
+    """Draws source names; no source is ever a whole micro-batch ahead of its share.
 
     `weights` are by name and need not sum to one. UserError names a weight that is not positive and
     finite.
