@@ -18,7 +18,10 @@ from k3.text.control import CONTROL_NAMES, NUM_CONTROL, control_id
 from k3.text.tokenizer import MAX_RUN_CHARS, MAX_TEXT_CHARS, Tokenizer, byte_alphabet, pieces
 
 VOCAB = 1024
-MIXED = "Don't 中文English混合 1234567  x_y(\t\n\n) ÀÉ 'tis WE'LL\r\n\U0001fae0 e\u0301 日本語テスト ²½ Ω"
+MIXED = (
+    "Don't 中文English混合 1234567  x_y(\t\n\n) ÀÉ 'tis WE'LL\r\n"
+    "\U0001fae0 e\u0301 日本語テスト ²½ Ω"
+)
 
 
 @functools.cache
