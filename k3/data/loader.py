@@ -72,8 +72,8 @@ class DataConfig:
     """Byte-pair ranks and 256 control ids."""
     tokenizer: str = ""
     """Folder of an existing tokenizer; empty trains one on the training documents."""
-    tokenizer_bytes: int = 16_000_000
-    """At most this much text trains the tokenizer."""
+    tokenizer_bytes: int = 0
+    """At most this much text trains the tokenizer; 0 is 500 bytes per id and at least 16 MB."""
     tokens_per_micro_batch: int = 4096
     """Length of a pack in tokens."""
     seed: int = 0
@@ -93,10 +93,10 @@ class DataConfig:
         labels = [source.label for source in self.sources]
         if not labels or len(set(labels)) != len(labels):
             raise UserError(f"data.sources: names must be given and differ, got {labels}")
-        for name in ("tokenizer_bytes", "tokens_per_micro_batch", "threads"):
+        for name in ("tokens_per_micro_batch", "threads"):
             if getattr(self, name) < 1:
                 raise UserError(f"data.{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("max_bytes", "val_bytes", "seed"):
+        for name in ("tokenizer_bytes", "max_bytes", "val_bytes", "seed"):
             if getattr(self, name) < 0:
                 raise UserError(f"data.{name} must not be negative, got {getattr(self, name)}")
 
@@ -266,17 +266,18 @@ def _tokenizer(
 ) -> Tokenizer:
     if config.tokenizer:
         return Tokenizer.load(config.tokenizer, vocab_size=config.vocab_size)
+    limit = config.tokenizer_bytes or max(16_000_000, 500 * config.vocab_size)
     facts = {
         "corpora": ",".join(corpus.sha256 for corpus in corpora.values()),
         "vocab_size": config.vocab_size,
-        "bytes": config.tokenizer_bytes,
+        "bytes": limit,
     }
     folder = _cache(config) / f"tokenizer-{_joint_hash(facts)[:24]}"
 
     def train(where: Path) -> None:
         if progress:
             progress("train the tokenizer", 0, 1)
-        sample = _tokenizer_sample(config.tokenizer_bytes, corpora)
+        sample = _tokenizer_sample(limit, corpora)
         Tokenizer.train(texts(sample), config.vocab_size).save(where)
 
     return open_or_build(folder, lambda where: Tokenizer.load(where, config.vocab_size), train)

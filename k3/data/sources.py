@@ -183,9 +183,13 @@ def _jsonl(place: Path) -> list[Entry]:
 
 def _line_reader(place: Path, number: int, offset: int) -> Callable[[], bytes]:
     def read() -> bytes:
-        with open(place, "rb") as handle:
-            handle.seek(offset)
-            text: str = _row(place, number, handle.readline())["text"]
+        try:
+            with open(place, "rb") as handle:
+                handle.seek(offset)
+                line = handle.readline()
+        except OSError as error:
+            raise UserError(f"{place}: cannot be read ({error.strerror})") from None
+        text: str = _row(place, number, line)["text"]
         # A lone surrogate in JSON is no text; its document is then skipped as invalid.
         return text.encode("utf-8", errors="surrogatepass")
 
