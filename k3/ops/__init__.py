@@ -1,1 +1,3 @@
-"""The arithmetic of the network: each operation with its equation in `<op>_ref.py` and its dispatcher in `<op>.py`."""
+"""The arithmetic of the network: each operation with its equation in `<op>_ref.py` and its
+dispatcher in `<op>.py`.
+"""

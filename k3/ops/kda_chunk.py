@@ -67,7 +67,9 @@ def _plan(lengths: tuple[int, ...], size: int, device: torch.device) -> Chunks:
     offsets = [0]
     for length in lengths:
         offsets.append(offsets[-1] + length)
-    starts, counts, steps = [], [], []
+    starts: list[int] = []
+    counts: list[int] = []
+    steps: list[tuple[int, int]] = []
     for step in range(-(-max(lengths, default=0) // size)):
         active = [n for n in order if lengths[n] > step * size]
         steps.append((len(starts), len(starts) + len(active)))

@@ -17,8 +17,10 @@ from torch import Tensor
 class Spans:
     """Cumulative sequence lengths of the documents packed on one token axis.
 
-    `cu_seqlens` is int32 [N+1] on the device, `lengths` the same on the host (no synchronisation needed to loop),
-    `padding` the number of trailing tokens that belong to nobody; if not zero they are the last span.
+    `cu_seqlens` is int32 [N+1] on the device, `lengths` the same on the host (no synchronisation
+    needed to loop),
+    `padding` the number of trailing tokens that belong to nobody; if not zero they are the last
+    span.
     Empty spans are allowed. Build with `from_lengths` or `from_cu_seqlens`.
     """
 
@@ -30,7 +32,10 @@ class Spans:
     def from_lengths(
         cls, lengths: Sequence[int], device: torch.device | str | None = None, padding: int = 0
     ) -> Spans:
-        """Spans of the given lengths, followed by `padding` tokens. ValueError on a negative length."""
+        """Spans of the given lengths, followed by `padding` tokens.
+
+        ValueError on a negative length.
+        """
         if padding < 0 or any(length < 0 for length in lengths):
             raise ValueError(f"span lengths must not be negative, got {list(lengths)} + {padding}")
         whole = tuple(int(length) for length in lengths) + ((padding,) if padding else ())
@@ -39,7 +44,9 @@ class Spans:
 
     @classmethod
     def from_cu_seqlens(cls, cu_seqlens: Tensor, num_tokens: int) -> Spans:
-        """Checks that offsets start at 0, never fall and end at `num_tokens`; ValueError names the offsets."""
+        """Checks that offsets start at 0, never fall and end at `num_tokens`; ValueError names
+        the offsets.
+        """
         offsets = cu_seqlens.tolist()
         rising = all(a <= b for a, b in zip(offsets, offsets[1:], strict=False))
         if not offsets or offsets[0] != 0 or not rising or offsets[-1] != num_tokens:
