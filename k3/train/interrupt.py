@@ -41,7 +41,7 @@ def signals(say: Callable[[str], None]) -> Iterator[Stop]:
 
     def handle(number: int, frame: FrameType | None) -> None:
         stop.signal = number
-        signal.signal(number, before[number])
+        signal.signal(number, before[signal.Signals(number)])
         say("stopping after this step (once more to stop at once)")
 
     before = {n: signal.signal(n, handle) for n in (signal.SIGINT, signal.SIGTERM)}

@@ -9,7 +9,6 @@ between steps.
 from __future__ import annotations
 
 import random
-import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -97,16 +96,15 @@ def save(run: RunConfig, out: Path, step: int, parts: Parts, mesh: Mesh) -> None
     """Keeps everything after step `step`, then forgets all but the last `run.keep` step folders."""
     if mesh.is_main:
         state = {"loader": parts.loader.state_dict(), "rng": _generators(), "world": mesh.world}
-        folder = save_step(
+        save_step(
             out / STEPS,
             step,
             tensors={name: tensor.detach() for name, tensor in weights(parts.model).items()},
             optimizer=parts.optimizer.state_dict(),
             state=state,
             config=to_dict(run),
+            keep=run.keep,
         )
-        for old in sorted(folder.parent.glob("step_*"))[: -run.keep]:
-            shutil.rmtree(old, ignore_errors=True)
     mesh.barrier()
 
 
