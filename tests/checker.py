@@ -1,4 +1,6 @@
-"""One strict comparison for the whole test suite: by RMS and by maximum, and never satisfied by a NaN."""
+"""One strict comparison for the whole test suite: by RMS and by maximum, and never satisfied by
+a NaN.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,10 @@ def assert_close(
 ) -> None:
     """Fails unless the shapes agree, both are finite, and the error is small in both measures.
 
-    rms: largest RMS error over the RMS of `expected`. maximum: largest absolute error over the largest absolute
-    value of `expected`; 20 x rms when None. Where `expected` is exactly zero everywhere, so must `actual` be.
+    rms: largest RMS error over the RMS of `expected`. maximum: largest absolute error over the
+    largest absolute
+    value of `expected`; 20 x rms when None. Where `expected` is exactly zero everywhere, so must
+    `actual` be.
     """
     assert actual.shape == expected.shape, f"{name}: {actual.shape} instead of {expected.shape}"
     a, e = actual.detach().double().cpu(), expected.detach().double().cpu()

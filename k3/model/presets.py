@@ -190,8 +190,8 @@ def k2_like(base: K3Config | None = None) -> K3Config:
 
 def _full_width_expert(base: K3Config) -> int:
     """Expert width at which a full-width MoE has the latent one's active weights."""
-    assert base.moe is not None and base.moe.latent_size is not None
     moe, hidden = base.moe, base.hidden_size
+    assert moe is not None and moe.latent_size is not None
     latent_weights = (
         3 * moe.latent_size * moe.intermediate_size * moe.top_k + 2 * hidden * moe.latent_size
     )
