@@ -13,15 +13,15 @@ def assert_close(
 ) -> None:
     """Fails unless the shapes agree, both are finite, and the error is small in both measures.
 
-    rms: largest RMS error over the RMS of `expected`. maximum: largest absolute error over the
-    largest absolute
-    value of `expected`; 20 x rms when None. Where `expected` is exactly zero everywhere, so must
-    `actual` be.
+    rms: largest RMS error over the RMS of `expected`.
+    maximum: largest absolute error over the largest absolute value of `expected`; 20 x rms if None.
+    Where `expected` is exactly zero everywhere, `actual` must be too.
     """
     assert actual.shape == expected.shape, f"{name}: {actual.shape} instead of {expected.shape}"
     a, e = actual.detach().double().cpu(), expected.detach().double().cpu()
     assert torch.isfinite(e).all(), f"{name}: the expected value is not finite"
-    assert torch.isfinite(a).all(), f"{name}: {int((~torch.isfinite(a)).sum())} values are not finite"
+    bad = int((~torch.isfinite(a)).sum())
+    assert bad == 0, f"{name}: {bad} values are not finite"
     if a.numel() == 0:
         return
     error, scale = (a - e).square().mean().sqrt(), e.square().mean().sqrt()

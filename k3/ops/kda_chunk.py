@@ -138,8 +138,10 @@ class _Inside:
     """What a chunk knows before it sees a state. All [B, C, ·]."""
 
     beta: Tensor
-    anchored: tuple[Tensor, Tensor, Tensor] | None
-    """q·exp(G-M), k·exp(G-M), k·exp(M-G) when the decay is bounded."""
+    anchored: tuple[Tensor, Tensor, Tensor, Tensor, Tensor] | None
+    """exp(G-M), exp(M), q·exp(G-M), k·exp(G-M), k·exp(M-G) with M the middle row's G; bounded
+    decay only.
+    """
     decayed_q: Tensor
     decayed_k: Tensor
     leaving_k: Tensor
@@ -153,33 +155,45 @@ class _Inside:
     WU: Tensor
 
 
+def _from_middle(g_BCK: Tensor) -> tuple[Tensor, Tensor]:
+    """Cumulative log-decay counted outward from the middle row [B, C, K], and the middle row's own
+    [B, 1, K].
+
+    Counted from the first row it would reach -160, and its rounding would be handed on by the
+    exponential.
+    """
+    half = g_BCK.shape[1] // 2
+    falling = g_BCK[:, :half].flip(1).cumsum(1).flip(1)
+    rising = g_BCK[:, half:].cumsum(1)
+    outward = torch.cat([-falling[:, 1:], torch.zeros_like(falling[:, :1]), rising], dim=1)
+    return outward, falling[:, :1]
+
+
 def _inside(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, bounded: bool) -> _Inside:
-    G = g.cumsum(1)
-    last = G[:, -1:]
+    outward, middle = _from_middle(g)
+    last = outward[:, -1:]
     anchored = None
     if bounded:
-        middle = G[:, G.shape[1] // 2 - 1 : G.shape[1] // 2]
-        rise = (G - middle).exp()
-        anchored = (q * rise, k * rise, k / rise)
-        qs, ks, ki = anchored
+        rise, lift = outward.exp(), middle.exp()
+        anchored = (rise, lift, q * rise, k * rise, k / rise)
+        qs, ks, ki = anchored[2:]
         A = torch.bmm(qs, ki.transpose(1, 2)).tril_()
         kk = torch.bmm(ks, ki.transpose(1, 2)).tril_(-1)
-        lift = middle.exp()
         decayed_q, decayed_k = qs * lift, ks * lift
-        leaving_k = ki * (last - middle).exp()
+        leaving_k = ki * last.exp()
     else:
-        pair = _pairwise(G)
+        pair = _pairwise(outward)
         A = torch.einsum("bic,bjc,bijc->bij", q, k, pair)
         kk = torch.einsum("bic,bjc,bijc->bij", k, k, pair).tril_(-1)
-        fall = G.exp()
+        fall = g.cumsum(1).exp()
         decayed_q, decayed_k = q * fall, k * fall
-        leaving_k = k * (last - G).exp()
+        leaving_k = k * (last - outward).exp()
     lower = kk * beta
     lower.diagonal(dim1=1, dim2=2).fill_(1.0)
     eye = torch.eye(lower.shape[1], dtype=lower.dtype, device=lower.device).expand_as(lower)
     inverse = torch.linalg.solve_triangular(lower, eye, upper=False, unitriangular=True)
     WU = torch.bmm(inverse, torch.cat([decayed_k, v], dim=-1).mul_(beta))
-    end = last.squeeze(1).exp()
+    end = (last + middle).squeeze(1).exp()
     return _Inside(beta, anchored, decayed_q, decayed_k, leaving_k, end, A, kk, inverse, WU)
 
 
@@ -310,7 +324,7 @@ def _inside_backward(
     dG = (dq_state * inside.decayed_q).addcmul_(dk_state, inside.decayed_k).sub_(leave_G)
     dG_last = leave_G.sum(1) + dend * inside.end
     if bounded:
-        dq, dk, dG_pairs = _anchored_backward(inside, g, dA, dkk, dq_state, dk_state, dleaving)
+        dq, dk, dG_pairs = _anchored_backward(inside, dA, dkk, dq_state, dk_state, dleaving)
     else:
         dq, dk, dG_pairs = _pairwise_backward(q, k, g, dA, dkk, dq_state, dk_state, dleaving)
     dG += dG_pairs
@@ -321,7 +335,6 @@ def _inside_backward(
 
 def _anchored_backward(
     inside: _Inside,
-    g: Tensor,
     dA: Tensor,
     dkk: Tensor,
     dq_state: Tensor,
@@ -329,16 +342,13 @@ def _anchored_backward(
     dleaving: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     assert inside.anchored is not None
-    qs, ks, ki = inside.anchored
-    G = g.cumsum(1)
-    middle = G[:, G.shape[1] // 2 - 1 : G.shape[1] // 2]
-    rise, lift = (G - middle).exp(), middle.exp()
+    rise, lift, qs, ks, ki = inside.anchored
     dqs, dks = torch.bmm(dA, ki), torch.bmm(dkk, ki)
     dki = torch.bmm(dA.transpose(1, 2), qs).baddbmm_(dkk.transpose(1, 2), ks)
     dG = (dqs * qs).addcmul_(dks, ks).addcmul_(dki, ki, value=-1)
     dq = dqs.addcmul_(dq_state, lift).mul_(rise)
     drow = dks.addcmul_(dk_state, lift).mul_(rise)
-    dcolumn = dki.addcmul_(dleaving, (G[:, -1:] - middle).exp()).div_(rise)
+    dcolumn = dki.addcmul_(dleaving, rise[:, -1:]).div_(rise)
     return dq, drow.add_(dcolumn), dG
 
 
@@ -352,15 +362,15 @@ def _pairwise_backward(
     dk_state: Tensor,
     dleaving: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    G = g.cumsum(1)
-    pair = _pairwise(G)
+    outward, _ = _from_middle(g)
+    pair = _pairwise(outward)
     dq = torch.einsum("bij,bjc,bijc->bic", dA, k, pair)
     drow = torch.einsum("bij,bjc,bijc->bic", dkk, k, pair)
     dcolumn = torch.einsum("bij,bic,bijc->bjc", dA, q, pair)
     dcolumn += torch.einsum("bij,bic,bijc->bjc", dkk, k, pair)
     dG = (dq * q).addcmul_(drow, k).addcmul_(dcolumn, k, value=-1)
-    fall = G.exp()
+    fall = g.cumsum(1).exp()
     dq.addcmul_(dq_state, fall)
     drow.addcmul_(dk_state, fall)
-    dcolumn.addcmul_(dleaving, (G[:, -1:] - G).exp())
+    dcolumn.addcmul_(dleaving, (outward[:, -1:] - outward).exp())
     return dq, drow.add_(dcolumn), dG

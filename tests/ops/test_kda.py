@@ -18,7 +18,7 @@ NAMES = ("q", "k", "v", "z", "b", "A_log", "dt_bias", "S")
 HEADS, WIDTH, VALUES = 2, 8, 12
 # A_log has one entry per head: a sum over all tokens and channels whose terms cancel, relative to
 # the few that remain.
-LOOSER = {"A_log": 5.0}
+LOOSER = {"A_log": 10.0}
 SHIFTS = {"usual": (0.0, 1.0), "no decay": (-14.0, 1.0), "floor": (14.0, 1.0), "mixed": (0.0, 12.0)}
 
 
@@ -161,7 +161,7 @@ def test_a_later_gate_changes_nothing_earlier(at: int, bound: float | None) -> N
     # A chunk's exponents are centred on its middle row, so a later gate may move earlier rows by
     # rounding alone.
     if at:
-        assert_close("earlier rows", after[:at], before[:at], 1e-6)
+        assert_close("earlier rows", after[:at], before[:at], 5e-6)
     (dz,) = torch.autograd.grad(before[: at + 1].sum(), inputs[3])
     assert torch.equal(dz[at + 1 :], torch.zeros_like(dz[at + 1 :]))
 
