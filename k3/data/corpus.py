@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -70,12 +71,20 @@ class Corpus:
     def export(self, path: Path | str) -> None:
         """Writes the corpus as one JSONL file that reads back, as a source, with the same hash.
 
-        For a machine that does not have the pinned packages.
+        For a machine that does not have the pinned packages. UserError if it cannot be written;
+        nothing is left then.
         """
-        with open(path, "w", encoding="utf-8") as handle:
-            for document in (*self.validation, *self.train):
-                row = {"path": document.path, "text": document.read().decode()}
-                handle.write(json.dumps(row, ensure_ascii=False) + "\n")
+        path = Path(path)
+        partial = path.with_name(f".{path.name}.partial")
+        try:
+            with open(partial, "w", encoding="utf-8") as handle:
+                for document in (*self.validation, *self.train):
+                    row = {"path": document.path, "text": document.read().decode()}
+                    handle.write(json.dumps(row, ensure_ascii=False) + "\n")
+            os.replace(partial, path)
+        except OSError as error:
+            partial.unlink(missing_ok=True)
+            raise UserError(f"{path}: cannot be written ({error.strerror})") from None
 
 
 def read_corpus(
@@ -85,27 +94,62 @@ def read_corpus(
     val_bytes: int = 0,
     progress: Progress | None = None,
 ) -> Corpus:
-    """Reads, filters and splits a source (see `list_documents`).
+    """`read_corpora` of one source."""
+    (corpus,) = read_corpora([source], max_bytes=max_bytes, val_bytes=val_bytes, progress=progress)
+    return corpus
+
+
+def read_corpora(
+    sources: Sequence[str],
+    *,
+    max_bytes: int = 0,
+    val_bytes: int = 0,
+    progress: Progress | None = None,
+) -> list[Corpus]:
+    """Reads, filters and splits sources (see `list_documents`); limits are for each.
 
     About 2% of the source's documents are set aside; of these, documents are held out until
     `val_bytes` are reached, passing over one larger than a quarter of it. Training takes documents
     of the others until `max_bytes` are reached. 0 is no limit. UserError if there is not at least
     one document for each and 10,000 bytes in all.
+
+    All sources' held-out documents are taken before any training document, and what one source has
+    is a duplicate in a later one: no source trains on what another holds out.
     """
-    sieve = _Sieve()
+    seen = _Seen()
+    halves = [_hold_out(source, _Sieve(seen), val_bytes) for source in sources]
+    return [_with_training(half, max_bytes, progress) for half in halves]
+
+
+@dataclass(frozen=True)
+class _Half:
+    """A source of which the held-out documents are taken and the others still to be read."""
+
+    source: str
+    sieve: _Sieve
+    validation: list[Document]
+    rest: list[Entry]
+
+
+def _hold_out(source: str, sieve: _Sieve, val_bytes: int) -> _Half:
     aside, rest = _split(list_documents(source))
     validation = list(_take(aside, sieve, val_bytes, largest=val_bytes // 4))
     while not validation and rest:
         validation = list(_take([rest.pop(0)], sieve))
-    rest.sort(key=lambda entry: _hash("order", entry.path))
-    train = list(_reported(_take(rest, sieve, max_bytes), max_bytes, len(rest), progress))
-    _check_size(source, train, validation)
+    return _Half(source, sieve, validation, rest)
+
+
+def _with_training(half: _Half, max_bytes: int, progress: Progress | None) -> Corpus:
+    entries = sorted(half.rest, key=lambda entry: _hash("order", entry.path))
+    documents = _take(entries, half.sieve, max_bytes)
+    train = list(_reported(documents, max_bytes, len(entries), progress))
+    _check_size(half.source, train, half.validation)
     return Corpus(
-        source,
+        half.source,
         tuple(train),
-        tuple(validation),
-        dict(sieve.skipped),
-        _identity({"train": train, "validation": validation}),
+        tuple(half.validation),
+        half.sieve.skipped,
+        _identity({"train": train, "validation": half.validation}),
     )
 
 
@@ -151,13 +195,20 @@ def _reported(
         yield document
 
 
+@dataclass
+class _Seen:
+    """What the documents kept so far contain."""
+
+    contents: set[bytes] = field(default_factory=set)
+    lines: set[int] = field(default_factory=set)
+
+
 class _Sieve:
     """Keeps a document unless it is no text, empty, or mostly repeats those kept before."""
 
-    def __init__(self) -> None:
+    def __init__(self, seen: _Seen) -> None:
         self.skipped = {"binary": 0, "empty": 0, "duplicate": 0, "near_duplicate": 0}
-        self._contents: set[bytes] = set()
-        self._lines: set[int] = set()
+        self._seen = seen
 
     def keep(self, entry: Entry, largest: int) -> Document | None:
         data = entry.read()
@@ -179,14 +230,14 @@ class _Sieve:
         if not content:
             return "empty"
         digest = hashlib.sha256(content.encode()).digest()
-        if digest in self._contents:
+        if digest in self._seen.contents:
             return "duplicate"
         # Python's own string hash is keyed anew in every process; only equality counts here.
         long_lines = {hash(line) for line in lines if len(line) >= LONG_LINE}
-        if len(long_lines & self._lines) > SEEN_SHARE * len(long_lines):
+        if len(long_lines & self._seen.lines) > SEEN_SHARE * len(long_lines):
             return "near_duplicate"
-        self._contents.add(digest)
-        self._lines |= long_lines
+        self._seen.contents.add(digest)
+        self._seen.lines |= long_lines
         return None
 
 
@@ -204,10 +255,11 @@ def texts(documents: Iterable[Document]) -> Iterator[str]:
     read."""
     for document in documents:
         data = document.read()
-        if len(data) != document.size:
+        found = hashlib.sha256(data).hexdigest()
+        if found != document.sha256:
             raise UserError(
-                f"{document.path}: changed while it was read, "
-                f"{document.size} bytes became {len(data)}"
+                f"{document.path}: changed while it was read, sha256 {document.sha256[:16]} "
+                f"({document.size} bytes) became {found[:16]} ({len(data)} bytes)"
             )
         yield data.decode("utf-8")
 

@@ -19,7 +19,7 @@ import numpy as np
 from k3 import UserError
 from k3.data.batch import Batch
 from k3.data.cache import default_cache, open_or_build
-from k3.data.corpus import Corpus, Document, Progress, read_corpus, texts
+from k3.data.corpus import Corpus, Document, Progress, read_corpora, texts
 from k3.data.mixture import Mixture
 from k3.data.packing import Packing, Piece, cut, pack
 from k3.data.tokens import TokenStore, token_store
@@ -122,14 +122,14 @@ class Loader:
 
     def __init__(self, config: DataConfig, progress: Progress | None = None) -> None:
         self.config = config
+        read = read_corpora(
+            [source.path for source in config.sources],
+            max_bytes=config.max_bytes,
+            val_bytes=config.val_bytes,
+            progress=progress,
+        )
         corpora = {
-            source.label: read_corpus(
-                source.path,
-                max_bytes=config.max_bytes,
-                val_bytes=config.val_bytes,
-                progress=progress,
-            )
-            for source in config.sources
+            source.label: corpus for source, corpus in zip(config.sources, read, strict=True)
         }
         self.tokenizer = _tokenizer(config, corpora, progress)
         self._pad = self.tokenizer.encode_control(PAD)

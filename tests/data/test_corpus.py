@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from k3 import UserError
-from k3.data.corpus import Corpus, read_corpus, texts
+from k3.data.corpus import Corpus, read_corpora, read_corpus, texts
 
 
 def prose(seed: int, lines: int = 40) -> str:
@@ -121,6 +121,25 @@ def test_training_never_repeats_a_held_out_document(tmp_path: Path):
     assert corpus.skipped["near_duplicate"] == 4
 
 
+def test_no_source_trains_on_what_another_holds_out(tmp_path: Path):
+    first, second = write_folder(tmp_path / "a"), write_folder(tmp_path / "b", 300)
+    # Under other names, so that the split by path does not agree: apart, they leak.
+    for path in list(second.rglob("*.txt")):
+        path.rename(path.with_suffix(".text"))
+
+    def leaks(one: Corpus, other: Corpus) -> set[str]:
+        return {d.sha256 for d in one.train} & {d.sha256 for d in other.validation}
+
+    alone, apart = read_corpus(str(first)), read_corpus(str(second))
+    assert leaks(alone, apart) and leaks(apart, alone)
+    one, other = read_corpora([str(first), str(second)])
+    assert not leaks(one, other) and not leaks(other, one)
+    assert one.validation == alone.validation
+    # The documents that both have are read once.
+    contents = [d.sha256 for c in (one, other) for d in (*c.train, *c.validation)]
+    assert len(contents) == len(set(contents)) == 300
+
+
 def test_two_documents_are_enough_and_one_is_not(tmp_path: Path):
     (tmp_path / "one.txt").write_text(prose(1, 200))
     with pytest.raises(UserError, match=r"too small: \d+ bytes .* 0 training and 1 held-out"):
@@ -148,9 +167,29 @@ def test_export_reads_back_with_the_same_hash(tmp_path: Path):
 
 def test_a_file_that_changes_meanwhile_is_named(tmp_path: Path):
     corpus = read_corpus(str(write_folder(tmp_path)))
-    (tmp_path / corpus.train[0].path).write_text("short")
+    place = tmp_path / corpus.train[0].path
+    place.write_text(place.read_text()[:-2] + "!\n")  # the same length
     with pytest.raises(UserError, match=f"{corpus.train[0].path}: changed while it was read"):
         list(texts(corpus.train))
+
+
+def test_an_export_that_fails_leaves_nothing(tmp_path: Path):
+    corpus = read_corpus(str(write_folder(tmp_path / "folder")))
+    with pytest.raises(UserError, match="none/corpus.jsonl: cannot be written"):
+        corpus.export(tmp_path / "none" / "corpus.jsonl")
+    (tmp_path / "taken.jsonl").mkdir()
+    with pytest.raises(UserError, match="taken.jsonl: cannot be written"):
+        corpus.export(tmp_path / "taken.jsonl")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "taken.jsonl"]
+
+
+def test_the_default_corpus_is_the_same_on_every_machine():
+    try:
+        corpus = read_corpus("default", max_bytes=2_000_000, val_bytes=262_144)
+    except UserError as error:
+        pytest.skip(str(error))
+    # Changes only with a pin of k3/constraints.txt or with a rule of what is kept.
+    assert corpus.sha256[:16] == "7f826b8ec0505c20", corpus.describe()
 
 
 def test_progress_is_told(tmp_path: Path):
