@@ -77,7 +77,7 @@ def tensor_specs(
             stored = released_shape(name, shape, config)
             yield TensorSpec(released_name(name, config), stored, kind, name)
     if config.vision is not None:
-        for name, shape in _vision(config.vision, config.hidden_size):
+        for name, shape in vision_shapes(config.vision, config.hidden_size):
             yield TensorSpec(name, shape, plain, "")
 
 
@@ -311,7 +311,7 @@ def _under(name: str, inner: Iterable[tuple[str, Shape]]) -> Named:
         yield f"{name}.{leaf}", shape
 
 
-def _vision(c: VisionConfig, text_width: int) -> Named:
+def vision_shapes(c: VisionConfig, text_width: int) -> Named:
     """MoonViT-V2 and the projector into the text width, by their released names."""
     W, tower, block = c.hidden_size, "vision_tower.", "vision_tower.encoder.blocks."
     merged = W * prod(c.merge_kernel)
