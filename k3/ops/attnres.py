@@ -37,7 +37,8 @@ def mix(sources: Sequence[Tensor], query_D: Tensor, gamma_D: Tensor, eps: float)
             )
     if not query_D.shape == gamma_D.shape == shape[-1:]:
         raise ValueError(
-            f"query {tuple(query_D.shape)} and gamma {tuple(gamma_D.shape)} do not fit {tuple(shape)}"
+            f"query {tuple(query_D.shape)} and gamma {tuple(gamma_D.shape)} do not fit sources "
+            f"{tuple(shape)}"
         )
     return _Mix.apply(query_D, gamma_D, eps, *sources)
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from k3.ops.product import product, wide, without_autocast
+from k3.ops.product import accumulate, product, wide, without_autocast
 
 CHUNK_ELEMENTS = 1 << 19
 """Logits per chunk on a CPU: 2 MB stay in the cache between the product, the softmax and the two
@@ -110,5 +110,5 @@ def _chunk(
     if dh_CD is not None:
         dh_CD.copy_(product(dz_CV, w_VD))
     if dw_VD is not None:
-        dw_VD += product(dz_CV.t(), h_CD)
+        accumulate(dw_VD, dz_CV.t(), h_CD)
     return loss

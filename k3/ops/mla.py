@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from k3.ops.product import product, wide, without_autocast
+from k3.ops.product import accumulate, product, wide, without_autocast
 from k3.ops.spans import Spans
 
-BLOCK_ELEMENTS = 1 << 20
+BLOCK_ELEMENTS = 1 << 19
 """Logits of one block on a CPU: what is between the two products should stay in the cache."""
 
 
@@ -106,13 +106,6 @@ def _scores(q_GLD: Tensor, k_GLD: Tensor, start: int, stop: int, scale: float) -
     return s_GQL
 
 
-def _accumulate(out_GLD: Tensor, a: Tensor, b: Tensor) -> None:
-    if a.dtype == b.dtype == out_GLD.dtype:
-        out_GLD.baddbmm_(a, b)
-    else:
-        out_GLD += product(a, b)
-
-
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -181,11 +174,11 @@ def _backward(
     for start, stop in _blocks(length, group, not q.is_cuda):
         rows = slice(start, stop)
         p_GQL = _scores(q, k, start, stop, scale).sub_(lse[:, rows]).exp_()
-        _accumulate(dv[:, :stop], p_GQL.to(v.dtype).mT, do[:, rows])
+        accumulate(dv[:, :stop], p_GQL.to(v.dtype).mT, do[:, rows])
         ds_GQL = product(do[:, rows], v[:, :stop].mT).sub_(delta[:, rows]).mul_(p_GQL)
         ds_GQL = ds_GQL.mul_(scale).to(q.dtype)
         dq[:, rows] = product(ds_GQL, k[:, :stop])
-        _accumulate(dk[:, :stop], ds_GQL.mT, q[:, rows])
+        accumulate(dk[:, :stop], ds_GQL.mT, q[:, rows])
     return dq, dk, dv
 
 

@@ -37,3 +37,13 @@ def product(a_BMK: Tensor, b_BKN: Tensor) -> Tensor:
         matmul: Any = torch.mm if a_BMK.dim() == 2 else torch.bmm
         return matmul(a_BMK, b_BKN, out_dtype=dtype)
     return torch.matmul(a_BMK.to(dtype), b_BKN.to(dtype))
+
+
+def accumulate(out_BMN: Tensor, a_BMK: Tensor, b_BKN: Tensor) -> None:
+    """out += a @ b in place, without a temporary where all three have one dtype."""
+    if not a_BMK.dtype == b_BKN.dtype == out_BMN.dtype:
+        out_BMN += product(a_BMK, b_BKN)
+    elif out_BMN.dim() == 2:
+        out_BMN.addmm_(a_BMK, b_BKN)
+    else:
+        out_BMN.baddbmm_(a_BMK, b_BKN)
