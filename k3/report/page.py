@@ -14,9 +14,10 @@ from k3.report.runs import Run, read_run
 from k3.report.tables import number, size
 
 
-def write_page(folders: Sequence[Path], out: Path) -> Path:
+def write_page(folders: Sequence[Path], out: Path, names: Sequence[str] = ()) -> Path:
     """Reads run folders and writes one page with all of them overlaid; returns `out`.
 
+    Runs are called as their folders, or by `names`.
     UserError if a folder is no run, a file in it is corrupt, or two runs cannot be told apart.
     """
     if not folders:
@@ -25,6 +26,8 @@ def write_page(folders: Sequence[Path], out: Path) -> Path:
     if len({run.folder.resolve() for run in runs}) < len(runs):
         raise UserError("report: the same run folder is given twice")
     _distinguish(runs)
+    for run, name in zip(runs, names, strict=False):
+        run.name = name
     out.parent.mkdir(parents=True, exist_ok=True)
     partial = out.with_name(out.name + ".part")
     partial.write_text(render(runs))

@@ -56,6 +56,12 @@ def render(rows: Sequence[Sequence[Any]], head: Sequence[str] = (), width: int =
     return "\n".join(line.rstrip() for line in drawn)
 
 
+def render_rows(rows: Sequence[dict[str, Any]], width: int = WIDTH) -> str:
+    """`render` for rows as dicts with the same keys, which are the head."""
+    head = list(rows[0]) if rows else []
+    return render([[row[key] for key in head] for row in rows], head, width)
+
+
 def _fit(widths: list[int], right: list[bool], width: int) -> list[int]:
     excess = sum(widths) + 2 * (len(widths) - 1) - width
     while excess > 0:
