@@ -124,7 +124,7 @@ def draw(curves: Curves) -> None:
     axes.set(yscale="log", xlabel="update", ylabel="max load / mean load - 1")
     axes.set_title(f"{EXPERTS} experts, top {TOP_K}, {TOKENS} fresh tokens per update", fontsize=10)
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=8, frameon=False, ncols=2)
+    axes.legend(fontsize=8, frameon=False, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.16))
     path = record.DOCS / "img" / "quantile_balance.svg"
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, metadata={"Date": None}, bbox_inches="tight")
