@@ -282,26 +282,32 @@ def report(
 
 @app.command(epilog=examples("k3 claims", "k3 claims --docs docs"))
 def claims(
-    docs: Annotated[Path, typer.Option(help="Folder with records/, gets claims.md.")] = Path(
+    docs: Annotated[Path, typer.Option(help="Folder with records/; gets claims.md.")] = Path(
         "docs"
     ),
 ) -> None:
     """Write claims.md: every claim of the report, and what the records say of it."""
-    from k3.report.claims import render
+    from k3.report.claims import render, with_excerpt
 
     if not docs.is_dir():
         raise UserError(f"claims: no folder {docs} (run it in a checkout, or give --docs)")
     (docs / "claims.md").write_text(render(docs / "records"))
     say(f"claims: {docs / 'claims.md'}")
+    readme = docs.parent / "README.md"
+    if readme.exists():
+        readme.write_text(with_excerpt(readme.read_text(), docs / "records"))
+        say(f"excerpt: {readme}")
 
 
 @app.command()
 def doctor() -> None:
     """Show what this machine has, and which way each operation takes on it and why."""
-    from k3.recipes.doctor import machine
+    from k3.recipes.doctor import machine, paths
 
-    for name, finding in machine(Path.cwd()):
-        say(f"{name:14} {finding}")
+    for title, rows in (("machine", machine(Path.cwd())), ("operations", paths())):
+        say(f"{title}:")
+        for name, finding in rows:
+            say(f"  {name:14} {finding}")
 
 
 RUN_FILES = (

@@ -38,6 +38,33 @@ def machine(folder: Path) -> Iterator[Row]:
     yield "tensorboard", _version("tensorboard") or "absent: metrics.jsonl only"
 
 
+def paths() -> Iterator[Row]:
+    """Rows (operation, the way it takes here and why not a faster one)."""
+    import torch
+
+    from k3 import ops
+    from k3.ops.kda import RECURRENT_TOKENS
+
+    cuda = torch.cuda.is_available()
+    kernels = sorted(path.stem for path in Path(ops.__path__[0]).glob("*_triton.py"))
+    yield (
+        "KDA",
+        f"chunks of dense products; the recurrence for up to {RECURRENT_TOKENS} new tokens",
+    )
+    yield "MLA", "blocks with a running softmax; absorbed on cached latents when decoding"
+    yield (
+        "experts",
+        (
+            "grouped_mm where the inputs are bf16, else a product per expert"
+            if cuda
+            else "a product per expert: grouped_mm is used on CUDA with bf16 only"
+        ),
+    )
+    yield "the others", "torch, with backward passes of our own"
+    yield "kernels", ", ".join(kernels) or "none: this version has no Triton kernels of its own"
+    yield "activations", "bf16 by default" if cuda else "fp32 by default (dtype=auto)"
+
+
 def _in_range(torch_version: str) -> bool:
     major, minor = (int(part) for part in torch_version.split(".")[:2])
     return (2, 11) <= (major, minor) < (2, 14)
@@ -104,4 +131,3 @@ def _version(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return "installed"
-

@@ -303,7 +303,7 @@ class Finding:
         result = self.result
         unit = result.get("unit") or ""
         text = f"{result['name']}: {number(result['value'])}{unit and ' ' + unit}"
-        if result.get("p10") is not None and result.get("p90") is not None:
+        if result.get("p10") is not None and result["p10"] != result.get("p90"):
             text += f" ({number(result['p10'])} to {number(result['p90'])})"
         return text
 
@@ -380,6 +380,32 @@ def render(records: Path) -> str:
         'technical report; everything under "ours" was measured here, at small scale.\n\n'
         f"{len(CLAIMS)} claims: {tally}.\n\n{markdown(rows, head)}\n"
     )
+
+
+MARKS = ("<!-- claims -->\n", "<!-- end of claims -->\n")
+"""Between these stands the excerpt, in a README that has them."""
+
+
+def excerpt(records: Path) -> str:
+    """The claims that have been measured, as a table of four columns, or a line that says so."""
+    findings = read_findings(records)
+    rows = [
+        (claim.says, claim.figure, _ours(claim, found)[0], status(claim, found))
+        for claim in CLAIMS
+        if (found := findings.get(claim.id))
+    ]
+    if not rows:
+        return f"None of the report's {len(CLAIMS)} claims has been measured yet.\n"
+    rest = f"\n{len(rows)} of the report's {len(CLAIMS)} claims so far; all of them are in "
+    head = ("claim of the report", "its figure", "ours, at small scale", "status")
+    return f"{markdown(rows, head)}\n{rest}[docs/claims.md](docs/claims.md).\n"
+
+
+def with_excerpt(text: str, records: Path) -> str:
+    """`text` with what stands between `MARKS` replaced by the excerpt; unchanged without them."""
+    before, start, rest = text.partition(MARKS[0])
+    _, end, after = rest.partition(MARKS[1])
+    return f"{before}{start}{excerpt(records)}{end}{after}" if start and end else text
 
 
 def _ours(claim: Claim, found: Sequence[Finding]) -> tuple[str, str, str, str]:

@@ -88,3 +88,19 @@ def test_every_claim_has_an_id_of_its_own():
 
 def test_the_docs_are_up_to_date():
     assert (DOCS / "claims.md").read_text() == claims.render(DOCS / "records"), "run: k3 claims"
+    readme = (DOCS.parent / "README.md").read_text()
+    assert all(mark in readme for mark in claims.MARKS)
+    assert readme == claims.with_excerpt(readme, DOCS / "records"), "run: k3 claims"
+
+
+def test_the_excerpt_has_what_was_measured(tmp_path: Path):
+    assert "None" in claims.excerpt(tmp_path)
+    text = claims.excerpt(record(tmp_path, claim="qb-no-step-size", target="<= 0.6"))
+    assert text.count("\n|") == 2 and SAYS in text and "1 of the report's 38" in text
+
+
+def test_only_what_stands_between_the_marks_changes(tmp_path: Path):
+    text = f"before\n{claims.MARKS[0]}old\n{claims.MARKS[1]}after\n"
+    new = claims.with_excerpt(text, tmp_path)
+    assert new == text.replace("old\n", claims.excerpt(tmp_path))
+    assert claims.with_excerpt("no marks", tmp_path) == "no marks"
