@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 from k3 import UserError
 from k3.model.config import K3Config, KDAConfig, MHAConfig, MLAConfig, MoEConfig, VisionConfig
@@ -26,13 +26,14 @@ Named = Iterator[tuple[str, Shape]]
 
 PREFIX, HEAD_PREFIX = "language_model.model.", "language_model."
 EXPERT_LEAVES = ("w1", "w2", "w3")
+NUMBERED = re.compile(r"(?<=\.)(layers|experts|blocks)\.\d+")
+LETTERS = {"layers": "layers.{L}", "experts": "experts.{E}", "blocks": "blocks.{B}"}
 FORMATS = ("bf16", "mxfp4")
 BYTES = {"F32": 4, "BF16": 2, "U8": 1}
 DTYPE_NAMES = {"bfloat16": "BF16", "float32": "F32"}
 
 
-@dataclass(frozen=True)
-class TensorSpec:
+class TensorSpec(NamedTuple):
     name: str
     """As released."""
     shape: Shape
@@ -112,9 +113,7 @@ def grouped(specs: Iterable[TensorSpec]) -> list[Group]:
 
 def pattern(name: str) -> str:
     """A released name with {L}, {E} and {B} for its numbers."""
-    name = re.sub(r"\.layers\.\d+\.", ".layers.{L}.", name)
-    name = re.sub(r"\.experts\.\d+\.", ".experts.{E}.", name)
-    return re.sub(r"\.blocks\.\d+\.", ".blocks.{B}.", name)
+    return NUMBERED.sub(lambda match: LETTERS[match[1]], name)
 
 
 def layout_rows(config: K3Config, experts: str = "bf16") -> list[dict[str, Any]]:

@@ -6,38 +6,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from checkpoint_models import ALL
 
 from k3 import UserError
 from k3.checkpoint.layout import grouped, layout_rows, model_shapes, pattern, tensor_specs
-from k3.model.config import AttnResConfig, K3Config
+from k3.model.config import K3Config
 from k3.model.facts import is_fp32_island
-from k3.model.presets import PRESETS, family, preset
+from k3.model.presets import preset
 from k3.model.transformer import K3
 
 RELEASED = json.loads((Path(__file__).parent / "released_layout.json").read_text())
-
-ODD = {
-    "no gate": preset("nano", mla__output_gate=False),
-    "softplus": preset("nano", kda__lower_bound=None),
-    "low-rank gate": preset("nano", kda__full_rank_gate=False),
-    "no query latent": preset("nano", mla__q_lora_rank=None),
-    "full width": preset("nano", moe__latent_size=None),
-    "no latent norm": preset("nano", moe__latent_norm=False),
-    "no shared experts": preset("nano", moe__num_shared_experts=0),
-    "one shared expert": preset("nano", moe__num_shared_experts=1),
-    "plain residual": preset("nano", attnres=AttnResConfig(kind="none")),
-    "full residuals": preset("nano", attnres=AttnResConfig(kind="full")),
-    "frozen queries": preset("nano", attnres__query="random"),
-    "no MTP": preset("nano", num_nextn_predict_layers=0),
-    "dense": preset("nano", moe=None),
-    "three dense": preset("nano", first_k_dense=3),
-    "tied": preset("nano", tie_word_embeddings=True),
-    "longer convolution": preset("nano", kda__conv_size=6),
-    "no shared key": preset("nano", mla__qk_rope_head_dim=0),
-    "swiglu": preset("nano", activation="swiglu"),
-    "depth 7": family(7),
-}
-ALL = {name: preset(name) for name in PRESETS} | ODD
 
 
 @pytest.fixture(scope="module")

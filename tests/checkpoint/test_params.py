@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from test_layout import ALL
+from checkpoint_models import ALL
 
 from k3.checkpoint.params import (
     active_params,
