@@ -36,6 +36,8 @@ TRAINING_SHARE = 0.8
 """Of the time given, what steps may take; the rest goes to evaluations, samples and starting."""
 REPEATED = 3
 """Steps that the killed run is let past its last step folder, to be done again after it."""
+K3 = (sys.executable, "-m", "k3")
+"""What starts a training; the tests put a quicker one in its place."""
 NEXT = (
     'k3 generate {out}/hf --prompt "class "',
     "k3 train nano --data FOLDER          your own text",
@@ -184,7 +186,7 @@ def _train_and_kill(command: Sequence[str], out: Path, after: int, say: Say) -> 
     Returns the losses of the steps that no folder holds: they will be done again.
     """
     say("$ k3 " + shlex.join(command))
-    child = subprocess.Popen([sys.executable, "-m", "k3", *command])
+    child = subprocess.Popen([*K3, *command])
     lost: dict[int, float] = {}
     try:
         while child.poll() is None:
@@ -228,7 +230,7 @@ def _losses(path: Path) -> Iterator[tuple[int, float]]:
 
 def _train(command: Sequence[str], say: Say) -> None:
     say("$ k3 " + shlex.join(command))
-    child = subprocess.Popen([sys.executable, "-m", "k3", *command])
+    child = subprocess.Popen([*K3, *command])
     try:
         child.wait()
     except KeyboardInterrupt:
@@ -270,7 +272,7 @@ def _show(out: Path, say: Say) -> dict[str, Any]:
     say("")
     summary = nano.summary
     agreed = summary["demo"]["resume"]
-    say(f"held out: {summary['eval_bytes']:,} bytes; trained on {summary['tokens']:,} tokens each")
+    say(f"held out: {summary['eval_bytes']:,} bytes; trained on {summary['tokens']:,} tokens")
     busiest = f"{summary['load_max_over_mean']:.2f} times the mean"
     say(f"experts: {summary['idle_share']:.1%} idle, the busiest has {busiest}")
     if agreed["steps_done_twice"]:
