@@ -380,6 +380,7 @@ def _fill(
         _put(model, name, tensor)
     if model.config.tie_word_embeddings:
         model.lm_head.weight = model.embed_tokens.weight
+    assert not any(t.is_meta for t in [*model.parameters(), *model.buffers()])
 
 
 def _copy(target: Tensor, reader: Reader, name: str, scale_name: str | None) -> None:

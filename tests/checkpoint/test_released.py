@@ -95,6 +95,19 @@ def test_mxfp4_is_packed_once_and_stays(model: K3, tmp_path: Path):
         assert torch.equal(tensor, tensors_of(loaded)[name]), name
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("experts", ["plain", "mxfp4"])
+def test_on_a_gpu_as_on_the_cpu(model: K3, tmp_path: Path, experts: str):
+    save_released(model, tmp_path / "cpu", experts=experts)
+    loaded = load_released(tmp_path / "cpu", device="cuda")
+    expected = tensors_of(load_released(tmp_path / "cpu"))
+    for name, tensor in tensors_of(loaded).items():
+        assert tensor.is_cuda and torch.equal(tensor.cpu(), expected[name]), name
+    save_released(loaded, tmp_path / "gpu", experts=experts)
+    again = tensors_of(load_released(tmp_path / "gpu"))
+    assert all(torch.equal(again[name], tensor) for name, tensor in expected.items())
+
+
 @pytest.mark.parametrize("experts", ["plain", "mxfp4"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_files_hold_what_the_layout_says(model: K3, tmp_path: Path, experts: str, dtype: str):
