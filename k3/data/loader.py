@@ -110,7 +110,16 @@ class _Stream:
     validation: TokenStore
     packing: Packing
     position: int = 0
-    """Tokens of the training stream already given out."""
+    """Where on the training stream the next micro-batch begins."""
+    context: int = 0
+    """Window length of the epoch that `position` lies in; 0 before the first micro-batch."""
+
+    def take(self, tokens: int, context: int) -> int:
+        """Reserves the next `tokens` tokens and returns where they begin."""
+        if context != self.context:
+            self.position, self.context = self.packing.next_epoch(self.position), context
+        begin, self.position = self.position, self.position + tokens
+        return begin
 
 
 class Loader:
@@ -156,16 +165,17 @@ class Loader:
         return {name: stream.packing.epoch_tokens for name, stream in self._streams.items()}
 
     def next(self, context: int, rank: int = 0, world: int = 1) -> Batch:
-        """This rank's part of the next `world` micro-batches, cut into spans of at most `context`
+        """This rank's part of the next `world` micro-batches, in windows of at most `context`
         tokens."""
         assert 0 <= rank < world and context > 0
+        tokens = self.config.tokens_per_micro_batch
         for number in range(world):
             stream = self._streams[self._mixture.draw()]
+            begin = stream.take(tokens, context)
             if number == rank:
-                mine, position = stream, stream.position
-            stream.position += self.config.tokens_per_micro_batch
-        pieces = list(mine.packing.pieces(position, self.config.tokens_per_micro_batch))
-        return pack(mine.train, pieces, context, self._pad)
+                mine, position = stream, begin
+        pieces = list(mine.packing.pieces(position, tokens, context))
+        return pack(mine.train, pieces, self._pad)
 
     def validation(self, context: int) -> Iterator[tuple[Batch, int]]:
         """Held-out batches in a fixed order, each with the UTF-8 bytes that its targets stand for.
@@ -177,7 +187,7 @@ class Loader:
         """
         for stream in self._streams.values():
             for pieces in self._held_out(stream.validation, context):
-                batch = pack(stream.validation, pieces, context, self._pad)
+                batch = pack(stream.validation, pieces, self._pad)
                 targets = batch.targets_T.numpy()
                 yield batch, int(self._token_bytes[targets[targets >= 0]].sum())
 
@@ -213,7 +223,8 @@ class Loader:
             "corpus": stream.corpus.sha256,
             "weight": self._mixture.weights[name],
             "micro_batches": self._mixture.counts[name],
-            "tokens": stream.position,
+            "position": stream.position,
+            "context": stream.context,
             "epoch": stream.position // stream.packing.epoch_tokens,
         }
 
@@ -229,7 +240,8 @@ class Loader:
             for key in ("corpus", "weight"):
                 _same(f"{key} of source {name!r}", saved.get(key), own["sources"][name][key])
         for name, saved in sources.items():
-            self._streams[name].position = int(saved["tokens"])
+            self._streams[name].position = int(saved["position"])
+            self._streams[name].context = int(saved["context"])
             self._mixture.counts[name] = int(saved["micro_batches"])
 
 

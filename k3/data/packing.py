@@ -1,9 +1,11 @@
-"""Documents on an endless token stream, and any stretch of it as a batch, without reading what lies
-before.
+"""Windows of documents on an endless token stream, and any stretch of it as a batch, without reading
+what lies before.
 
-The stream is epoch after epoch of all documents, each epoch in its own order. Pack i of T tokens is
-the stretch [i*T, (i+1)*T), so every token of an epoch is read exactly once and only a position
-needs to be kept.
+A window is what one span may see: `context` tokens of a document, or its shorter rest. The stream is
+epoch after epoch of all windows, each epoch in its own order, so that one batch holds windows of many
+documents: neighbours of one file in one batch would make its gradient that of a single file. Pack i of
+T tokens is the stretch [i*T, (i+1)*T); every token of an epoch is read exactly once, and only a
+position needs to be kept. Another context cuts other windows, so it begins at the next epoch.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ class Piece:
 
 
 class Packing:
-    """The order of documents in every epoch: a keyed sort, so it needs no generator state and never
+    """The order of windows in every epoch: a keyed sort, so it needs no generator state and never
     changes."""
 
     def __init__(self, lengths: Ints, seed: int) -> None:
@@ -44,26 +46,36 @@ class Packing:
         self.epoch_tokens = int(lengths.sum())
         self._epoch = lru_cache(maxsize=2)(self._make_epoch)
 
-    def _make_epoch(self, epoch: int) -> tuple[Ints, Ints]:
-        order = np.argsort(_keys(len(self._lengths), self._seed, epoch), kind="stable")
-        edges = np.concatenate(([0], np.cumsum(self._lengths[order])))
-        return order.astype(np.int64), edges.astype(np.int64)
+    def _make_epoch(self, epoch: int, context: int) -> tuple[Ints, Ints, Ints]:
+        """Document and start of each window in reading order, and the stream edges between them."""
+        counts = -(-self._lengths // context)
+        document = np.repeat(np.arange(len(counts)), counts)
+        inside = np.arange(len(document)) - np.repeat(np.cumsum(counts) - counts, counts)
+        start = inside * context
+        size = np.minimum(context, self._lengths[document] - start)
+        order = np.argsort(_keys(len(document), self._seed, epoch), kind="stable")
+        edges = np.concatenate(([0], np.cumsum(size[order])))
+        return document[order], start[order], edges.astype(np.int64)
 
-    def pieces(self, position: int, count: int) -> Iterator[Piece]:
-        """The documents' parts that make up `count` tokens of the stream from `position` on. O(log
-        n) to find."""
+    def next_epoch(self, position: int) -> int:
+        """The first position at or after `position` where an epoch begins."""
+        return -(-position // self.epoch_tokens) * self.epoch_tokens
+
+    def pieces(self, position: int, count: int, context: int) -> Iterator[Piece]:
+        """The windows, or parts of them, that make up `count` tokens of the stream from `position`
+        on. O(log n) to find."""
         while count > 0:
             epoch, inside = divmod(position, self.epoch_tokens)
-            order, edges = self._epoch(epoch)
+            document, start, edges = self._epoch(epoch, context)
             place = int(np.searchsorted(edges, inside, side="right")) - 1
-            start = inside - int(edges[place])
+            skipped = inside - int(edges[place])
             length = min(count, int(edges[place + 1]) - inside)
-            yield Piece(int(order[place]), start, length)
+            yield Piece(int(document[place]), int(start[place]) + skipped, length)
             position, count = position + length, count - length
 
 
 def _keys(count: int, seed: int, epoch: int) -> npt.NDArray[np.uint64]:
-    """One splitmix64 word per document. NumPy's own generators may change their streams between
+    """One splitmix64 word per window. NumPy's own generators may change their streams between
     versions."""
     with np.errstate(over="ignore"):
         root = _mix(_mix(np.uint64(seed % 2**64)) + np.uint64(epoch))
@@ -87,18 +99,17 @@ def cut(piece: Piece, context: int) -> Iterator[Piece]:
         start = stop
 
 
-def pack(store: TokenStore, pieces: Sequence[Piece], context: int, pad_id: int) -> Batch:
-    """Lays pieces on one token axis, in spans of at most `context` tokens."""
+def pack(store: TokenStore, pieces: Sequence[Piece], pad_id: int) -> Batch:
+    """Lays pieces on one token axis, a span each."""
     rows = [_with_following(store, piece) for piece in pieces]
     columns = zip(*rows, strict=True)
     ids, following, after = (torch.from_numpy(np.concatenate(column)) for column in columns)
-    spans = [span.length for piece in pieces for span in cut(piece, context)]
     return Batch(
         ids_T=ids,
         targets_T=following,
         next_ids_T=torch.where(following == IGNORE, pad_id, following),
         targets2_T=after,
-        spans=Spans.from_lengths(spans),
+        spans=Spans.from_lengths([piece.length for piece in pieces]),
     )
 
 
