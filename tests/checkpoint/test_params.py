@@ -1,5 +1,7 @@
 """Parameter arithmetic against the report's numbers, and cost per token against counting."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from checkpoint_models import ALL
@@ -165,3 +167,16 @@ def test_rows_leave_out_what_is_not_there(name: str):
     assert all(row["parameters"] > 0 for row in param_rows(config))
     assert all(row["per token"] > 0 for row in flops_rows(config, 128))
     assert all(row["parameters"] > 0 for row in module_rows(config))
+
+
+def test_the_page_has_these_numbers():
+    page = (Path(__file__).parents[2] / "docs" / "checkpoint.md").read_text().split("## Sizes")[1]
+    rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| ")]
+    assert len(rows) > 6
+    for name, total, active, forward, training in rows[1:]:
+        config = preset(name)
+        assert total == f"{total_params(config):,}" and active == f"{active_params(config):,.0f}"
+        flops = flops_per_token(config, 4096)
+        assert (float(forward), float(training)) == pytest.approx(
+            (flops["forward"] / 1e9, flops["training"] / 1e9), rel=1e-3
+        )
