@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -133,16 +133,12 @@ def _join(x_BCx: Tensor, chunks: Chunks, heads: int) -> Tensor:
     return x.index_select(0, chunks.back_T)
 
 
-@dataclass(eq=False)
-class _Inside:
+class _Inside(NamedTuple):
     """What a chunk knows before it sees a state. All [B, C, ·]."""
 
     beta: Tensor
-    anchored: tuple[Tensor, Tensor, Tensor, Tensor, Tensor] | None
-    """exp(G-M), exp(M), q·exp(G-M), k·exp(G-M), k·exp(M-G) with M the middle row's G; bounded
-    decay only.
-    """
     decayed_q: Tensor
+    """q·exp(G)."""
     decayed_k: Tensor
     leaving_k: Tensor
     """k·exp(G_C - G)."""
@@ -152,7 +148,11 @@ class _Inside:
     kk: Tensor
     """L without β, strictly lower."""
     inverse: Tensor
+    """(I + L)⁻¹."""
     WU: Tensor
+    anchored: tuple[Tensor, ...]
+    """With M the middle row's G: exp(G-M), exp(M), q·exp(G-M), k·exp(G-M), k·exp(M-G); empty when
+    the decay has no bound."""
 
 
 def _from_middle(g_BCK: Tensor) -> tuple[Tensor, Tensor]:
@@ -172,7 +172,7 @@ def _from_middle(g_BCK: Tensor) -> tuple[Tensor, Tensor]:
 def _inside(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, bounded: bool) -> _Inside:
     outward, middle = _from_middle(g)
     last = outward[:, -1:]
-    anchored = None
+    anchored: tuple[Tensor, ...] = ()
     if bounded:
         rise, lift = outward.exp(), middle.exp()
         anchored = (rise, lift, q * rise, k * rise, k / rise)
@@ -194,7 +194,7 @@ def _inside(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, bounded: b
     inverse = torch.linalg.solve_triangular(lower, eye, upper=False, unitriangular=True)
     WU = torch.bmm(inverse, torch.cat([decayed_k, v], dim=-1).mul_(beta))
     end = (last + middle).squeeze(1).exp()
-    return _Inside(beta, anchored, decayed_q, decayed_k, leaving_k, end, A, kk, inverse, WU)
+    return _Inside(beta, decayed_q, decayed_k, leaving_k, end, A, kk, inverse, WU, anchored)
 
 
 def _pairwise(G_BCK: Tensor) -> Tensor:
@@ -240,22 +240,22 @@ class _ChunkKDA(torch.autograd.Function):
             )
             final[: stop - start] = S.unflatten(0, (-1, heads))
         o = torch.bmm(inside.decayed_q, S_BKV).baddbmm_(inside.A, written)
-        ctx.save_for_backward(q, k, v, g, beta, S_BKV, written)
-        ctx.inside, ctx.chunks, ctx.bounded, ctx.heads = inside, chunks, bounded, heads
+        ctx.save_for_backward(q, k, v, g, S_BKV, written, *inside[:-1], *inside.anchored)
+        ctx.chunks, ctx.heads = chunks, heads
         result = torch.empty_like(initial_NHKV)
         result[chunks.order_N] = final
         return _join(o, chunks, heads), result
 
     @staticmethod
     def backward(ctx: Any, do_THV: Tensor, dfinal_NHKV: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, g, beta, S, written = ctx.saved_tensors
-        inside, chunks, heads = ctx.inside, ctx.chunks, ctx.heads
+        saved: Any = ctx.saved_tensors
+        q, k, v, g, S, written, *rest = saved
+        alone = len(_Inside._fields) - 1
+        inside, chunks, heads = _Inside(*rest[:alone], tuple(rest[alone:])), ctx.chunks, ctx.heads
         with without_autocast(q):
             do = _cut(do_THV.contiguous(), chunks)
             dwritten, dS_out, dinitial = _reverse(inside, chunks, heads, S, do, dfinal_NHKV)
-            grads = _inside_backward(
-                inside, q, k, v, g, S, written, do, dwritten, dS_out, ctx.bounded
-            )
+            grads = _inside_backward(inside, q, k, v, g, S, written, do, dwritten, dS_out)
         dq, dk, dv, dg, dbeta = (_join(x, chunks, heads) for x in grads)
         return dq, dk, dv, dg, dbeta.squeeze(-1), dinitial, None, None
 
@@ -295,7 +295,6 @@ def _inside_backward(
     do: Tensor,
     dwritten: Tensor,
     dS_out: Tensor,
-    bounded: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v, g and beta, all [B, C, ·]."""
     width, beta = q.shape[2], inside.beta
@@ -323,7 +322,7 @@ def _inside_backward(
     leave_G[:, -1] = 0.0  # the last row leaves undecayed
     dG = (dq_state * inside.decayed_q).addcmul_(dk_state, inside.decayed_k).sub_(leave_G)
     dG_last = leave_G.sum(1) + dend * inside.end
-    if bounded:
+    if inside.anchored:
         dq, dk, dG_pairs = _anchored_backward(inside, dA, dkk, dq_state, dk_state, dleaving)
     else:
         dq, dk, dG_pairs = _pairwise_backward(q, k, g, dA, dkk, dq_state, dk_state, dleaving)
@@ -341,7 +340,6 @@ def _anchored_backward(
     dk_state: Tensor,
     dleaving: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    assert inside.anchored is not None
     rise, lift, qs, ks, ki = inside.anchored
     dqs, dks = torch.bmm(dA, ki), torch.bmm(dkk, ki)
     dki = torch.bmm(dA.transpose(1, 2), qs).baddbmm_(dkk.transpose(1, 2), ks)

@@ -57,11 +57,8 @@ class _SiTU(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
         beta, linear_beta = ctx.betas
-        if len(ctx.saved_tensors) == 2:
-            g, u = ctx.saved_tensors
-            s, t, w = _factors(g, u, beta, linear_beta)
-        else:
-            s, t, w = ctx.saved_tensors
+        saved: Any = ctx.saved_tensors
+        s, t, w = saved if len(saved) == 3 else _factors(*saved, beta, linear_beta)
         dy = grads[0].to(s.dtype)
         gate = (s * t).mul_(beta)
         # d up = 1 - tanh^2;  d gate = s (1 - t^2) + gate (1 - s)
