@@ -275,11 +275,9 @@ def _show(out: Path, say: Say) -> dict[str, Any]:
     say(f"held out: {summary['eval_bytes']:,} bytes; trained on {summary['tokens']:,} tokens")
     busiest = f"{summary['load_max_over_mean']:.2f} times the mean"
     say(f"experts: {summary['idle_share']:.1%} idle, the busiest has {busiest}")
-    if agreed["steps_done_twice"]:
-        say(
-            f"kill -9 and resume: {agreed['steps_done_twice']} steps done twice, largest difference "
-            f"of a loss {agreed['largest_loss_difference']:g}"
-        )
+    if twice := agreed["steps_done_twice"]:
+        worst = f"{agreed['largest_loss_difference']:g}"
+        say(f"kill -9 and resume: {twice} steps done twice, largest difference of a loss {worst}")
     say(f"\nreport      {out}/report.html\ncheckpoint  {out}/hf (released layout)")
     say(f"numbers     {out}/summary.json")
     say("\nnext:\n" + "\n".join("  " + line.format(out=out) for line in NEXT))
