@@ -248,10 +248,10 @@ class _ChunkKDA(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, do_THV: Tensor, dfinal_NHKV: Tensor) -> tuple[Tensor | None, ...]:
-        saved: Any = ctx.saved_tensors
-        q, k, v, g, S, written, *rest = saved
+        q, k, v, g, S, written, *rest = ctx.saved_tensors
         alone = len(_Inside._fields) - 1
-        inside, chunks, heads = _Inside(*rest[:alone], tuple(rest[alone:])), ctx.chunks, ctx.heads
+        inside = _Inside._make([*rest[:alone], tuple(rest[alone:])])
+        chunks, heads = ctx.chunks, ctx.heads
         with without_autocast(q):
             do = _cut(do_THV.contiguous(), chunks)
             dwritten, dS_out, dinitial = _reverse(inside, chunks, heads, S, do, dfinal_NHKV)

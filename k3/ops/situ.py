@@ -57,8 +57,10 @@ class _SiTU(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
         beta, linear_beta = ctx.betas
-        saved: Any = ctx.saved_tensors
-        s, t, w = saved if len(saved) == 3 else _factors(*saved, beta, linear_beta)
+        saved = ctx.saved_tensors
+        if len(saved) == 2:
+            saved = _factors(saved[0], saved[1], beta, linear_beta)
+        s, t, w = saved
         dy = grads[0].to(s.dtype)
         gate = (s * t).mul_(beta)
         # d up = 1 - tanh^2;  d gate = s (1 - t^2) + gate (1 - s)
