@@ -10,7 +10,7 @@ from typing import Any
 
 from k3 import UserError
 from k3.report import plots
-from k3.report.runs import Run, read_run
+from k3.report.runs import Row, Run, read_run
 from k3.report.tables import number, size
 
 
@@ -182,16 +182,19 @@ def _samples(runs: Sequence[Run]) -> Iterator[str]:
         return
     yield "<h2>Samples</h2>"
     for run in runs:
-        for place, row in enumerate(reversed(run.samples)):
-            opened = " open" if place == 0 else ""
-            title = f"{escape(run.name)}, step {number(row.get('step'))}"
-            prompt, text = str(row.get("prompt", "")), str(row.get("text", ""))
-            # A sampler may hand back the prompt with its continuation, or the continuation alone.
-            text = text.removeprefix(prompt)
-            yield (
-                f"<details{opened}><summary>{title}</summary>"
-                f"<pre><b>{escape(prompt)}</b>{escape(text)}</pre></details>"
-            )
+        steps = list(dict.fromkeys(row.get("step") for row in reversed(run.samples)))
+        for step in steps:
+            opened = " open" if step == steps[0] else ""
+            texts = "".join(_sample(row) for row in run.samples if row.get("step") == step)
+            title = f"{escape(run.name)}, step {number(step)}"
+            yield f"<details{opened}><summary>{title}</summary>{texts}</details>"
+
+
+def _sample(row: Row) -> str:
+    """The prompt in colour, then the continuation, which may or may not repeat the prompt."""
+    prompt = str(row.get("prompt", ""))
+    text = str(row.get("text", "")).removeprefix(prompt)
+    return f"<pre><b>{escape(prompt)}</b>{escape(text)}</pre>"
 
 
 def _settings(runs: Sequence[Run]) -> Iterator[str]:

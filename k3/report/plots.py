@@ -142,6 +142,8 @@ def curve(
             axes.plot(*thin(xs, ys), color=colour(index))
         if drawn:
             _finish(axes, log)
+            if percent:
+                axes.set_ylim(bottom=0, top=max(1, axes.get_ylim()[1]))
         return drawn
 
     return draw
@@ -244,6 +246,8 @@ def _norm_profiles(axes: Axes, runs: Sequence[Run]) -> bool:
 def _finish(axes: Axes, log: bool = False) -> None:
     if log:
         axes.set_yscale("log")
+        for formatter in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
+            formatter(lambda value, _: f"{value:g}")
     _tokens_axis(axes)
 
 

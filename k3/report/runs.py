@@ -45,8 +45,8 @@ class Run:
         """The summary's value, else the newest recorded one, else None."""
         if self.summary.get(key) is not None:
             return self.summary[key]
-        rows = [row for row in [*self.metrics, *self.evals] if row.get(key) is not None]
-        return rows[-1][key] if rows else None
+        rows = [row for row in [*self.evals, *self.metrics] if row.get(key) is not None]
+        return max(rows, key=lambda row: row["step"])[key] if rows else None
 
 
 def read_run(folder: Path) -> Run:

@@ -168,6 +168,13 @@ def test_held_out_points_stand_at_their_tokens(tmp_path: Path):
     assert xs == [10_000, 20_000, 30_000, 40_000] and ys[-1] == pytest.approx(2.025)
 
 
+def test_the_newest_value_counts(tmp_path: Path):
+    run = make_run(tmp_path / "nano", steps=35)
+    read = read_run(run)
+    assert read.last("tokens") == 35_000 and read.last("eval_bpb") == pytest.approx(2 + 1 / 30)
+    assert read.last("params") == 1_400_000 and read.last("wings") is None
+
+
 def test_smoothing_neither_lags_nor_biases():
     line = [float(i) for i in range(100)]
     assert plots.smooth(line, 7) == pytest.approx(line)
