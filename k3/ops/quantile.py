@@ -103,4 +103,5 @@ def _centred(bias_n: Tensor) -> Tensor:
 def _range(bias_n: Tensor, bins: int) -> tuple[Tensor, Tensor]:
     """(lower end, bin width) of the histogram under a bias."""
     low, high = torch.aminmax(bias_n.detach())
-    return low - 1, (high - low + 2) / bins
+    # divided by a tensor: by a number, CUDA multiplies with the reciprocal, and edges would differ
+    return low - 1, (high - low + 2) / torch.full_like(high, bins)
