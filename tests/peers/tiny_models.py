@@ -1,0 +1,134 @@
+"""Small random models in K3's shape, nothing at its starting value, and what ours makes of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from k3.checkpoint.layout import tensor_specs
+from k3.model.config import AttnResConfig, K3Config, KDAConfig, MLAConfig, MoEConfig
+from k3.model.presets import hybrid
+from k3.model.state import DenseState
+from k3.model.transformer import K3
+from k3.ops.spans import Spans
+
+CLEAR = 1e-5
+"""Smallest distance between the last chosen expert and the next, in every choice: closer ones are
+decided by rounding, differently in every implementation."""
+
+
+def tiny(layers: int = 4, **changes: Any) -> K3Config:
+    """4 layers, 48 wide, 8 experts; KDA with 3 heads of 16, MLA with 2 of 20 + 12; fields replaced
+    as `K3Config.with_` does.
+    """
+    base = K3Config(
+        vocab_size=320,
+        hidden_size=48,
+        intermediate_size=80,
+        attn_layers=hybrid(layers),
+        kda=KDAConfig(num_heads=3, head_dim=16),
+        mla=MLAConfig(
+            num_heads=2,
+            q_lora_rank=28,
+            kv_lora_rank=24,
+            qk_nope_head_dim=20,
+            qk_rope_head_dim=12,
+            v_head_dim=18,
+        ),
+        moe=MoEConfig(
+            num_experts=8, top_k=3, num_shared_experts=2, intermediate_size=32, latent_size=32
+        ),
+        attnres=AttnResConfig(block_size=2),
+    )
+    return base.with_(**changes)
+
+
+@torch.no_grad()
+def random_model(config: K3Config, seed: int = 0) -> K3:
+    """Our initialisation, then every query, norm, decay and selection bias moved off its start."""
+    torch.manual_seed(seed)
+    model = K3(config).eval()
+    for name, facts in model.param_facts().items():
+        p = model.get_parameter(name)
+        noise = torch.randn_like(p)
+        if facts.role == "query":
+            p.copy_(2 * noise * p.shape[-1] ** -0.5)
+        elif facts.role == "norm":
+            p.add_(0.2 * noise)
+        elif name.endswith("A_log"):
+            p.copy_(0.5 * noise)
+        elif name.endswith("dt_bias"):
+            p.copy_(noise - 1)
+    for router in model.routers():
+        router.e_score_correction_bias.uniform_(-0.2, 0.2)
+    return model
+
+
+@torch.no_grad()
+def clear_ids(model: K3, count: int) -> list[int]:
+    """Ordinary ids (no pad, whose embedding the released code leaves without a gradient) with no
+    near tie in any router.
+    """
+    for seed in range(20):
+        generator = torch.Generator().manual_seed(seed)
+        ids = torch.randint(0, model.config.vocab_size - 256, (count,), generator=generator)
+        if _smallest_gap(model, ids) > CLEAR:
+            return ids.tolist()
+    raise AssertionError("no ids without a near tie in 20 draws")
+
+
+def _smallest_gap(model: K3, ids_T: Tensor) -> float:
+    gaps = [1.0]
+
+    def measure(router: Any, args: tuple[Any, ...], _: Any) -> None:
+        scores = F.linear(args[0], router.weight).sigmoid() + router.e_score_correction_bias
+        top = scores.sort(dim=-1, descending=True).values
+        if (k := router.config.top_k) < top.shape[-1]:
+            gaps.append(float((top[:, k - 1] - top[:, k]).min()))
+
+    hooks = [router.register_forward_hook(measure) for router in model.routers()]
+    model(ids_T, Spans.from_lengths([len(ids_T)]))
+    for hook in hooks:
+        hook.remove()
+    return min(gaps)
+
+
+@torch.no_grad()
+def logits(model: K3, ids: list[int]) -> Tensor:
+    """[T, V] from one pass."""
+    return model.logits(model(torch.tensor(ids), Spans.from_lengths([len(ids)])).h_TD)
+
+
+@torch.no_grad()
+def decode(model: K3, ids: list[int], prefill: int) -> Tensor:
+    """[T, V] from `prefill` tokens at once and the rest one by one on the state."""
+    state, rows = DenseState(model.config, 1), []
+    for chunk in ([*ids[:prefill]], *([token] for token in ids[prefill:])):
+        out = model(torch.tensor(chunk), Spans.from_lengths([len(chunk)]), state)
+        rows.append(model.logits(out.h_TD))
+    return torch.cat(rows)
+
+
+def next_token_loss(logits_RV: Tensor, targets_R: Tensor) -> Tensor:
+    return F.cross_entropy(logits_RV.float(), targets_R)
+
+
+def loss_and_gradients(model: K3, ids: list[int]) -> tuple[float, dict[str, Tensor]]:
+    """The loss of next-token prediction, and gradients by released name; zero where there is
+    none.
+    """
+    model.zero_grad()
+    tokens = torch.tensor(ids)
+    h_TD = model(tokens[:-1], Spans.from_lengths([len(ids) - 1])).h_TD
+    loss = next_token_loss(model.logits(h_TD), tokens[1:])
+    loss.backward()
+    found = {n: p.grad if p.grad is not None else p * 0 for n, p in model.named_parameters()}
+    gradients = {}
+    for spec in tensor_specs(model.config, dtype="float32"):
+        if spec.source in found:
+            g = found[spec.source].detach()
+            gradients[spec.name] = g if spec.expert is None else g[spec.expert]
+    return loss.item(), gradients
