@@ -59,7 +59,7 @@ class GPT(nn.Module):
         return self.norms[-1](self.read(-1, outputs)) @ self.embed.weight.T
 
 
-def train(model, steps=50):
+def train(model, steps=40):
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     losses = []
     for _ in range(steps):

@@ -75,7 +75,7 @@ class Muon(torch.optim.Optimizer):
                 p.sub_(update.flatten(0, 1), alpha=group["lr"])
 
 
-def train(model, heads, steps=50):
+def train(model, heads, steps=40):
     matrices = {n: p for n, p in model.sublayers.named_parameters() if p.dim() == 2}
     qkv = [p for n, p in matrices.items() if n.split(".")[1] in "qkv"]
     rest = [p for n, p in matrices.items() if n.split(".")[1] not in "qkv"]

@@ -74,7 +74,7 @@ class GPT(nn.Module):
         return self.norms[-1](x) @ self.embed.weight.T
 
 
-def train(model, balanced, steps=50):
+def train(model, balanced, steps=40):
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     losses = []
     for _ in range(steps):

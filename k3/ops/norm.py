@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from k3.ops.product import wide
+from k3.ops.product import wide, without_autocast
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -51,10 +51,19 @@ def _normalise(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     return x * rstd, rstd
 
 
-def _norm_backward(dn: Tensor, n: Tensor, rstd: Tensor) -> Tensor:
-    """Gradient of n = x * rstd in x; overwrites n."""
-    dot = (dn * n).mean(-1, keepdim=True)
-    return n.mul_(dot).neg_().add_(dn).mul_(rstd)
+def _norm_backward(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients in x (wide) and weight of y = x * rstd * weight, rows flattened to [T, D].
+
+    Both sums over a row or a column are matrix-vector products of the one array dy * x, so neither
+    the normalised rows nor their products are written again.
+    """
+    weight, column = weight.to(rstd.dtype), rstd.squeeze(-1)
+    with without_autocast(x):
+        dyx = dy * x
+        dweight = torch.mv(dyx.t(), column)
+        along_x = torch.mv(dyx, weight).mul_(column.pow(3)).div_(-x.shape[-1])
+    dx = (dy * weight).mul_(rstd)
+    return dx.addcmul_(x, along_x.unsqueeze(-1)), dweight
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -69,11 +78,9 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight, rstd = ctx.saved_tensors
-        dy = grads[0].to(rstd.dtype)
-        n = x * rstd
-        dw = torch.mul(dy, n).reshape(-1, n.shape[-1]).sum(0).to(weight.dtype)
-        dx = _norm_backward(dy * weight, n, rstd)
-        return dx.to(x.dtype), dw, None
+        dy, rows, rstd = _rows(grads[0], x, rstd)
+        dx, dweight = _norm_backward(dy, rows, weight, rstd)
+        return dx.view(x.shape).to(x.dtype), dweight.to(weight.dtype), None
 
 
 class _GatedRMSNorm(torch.autograd.Function):
@@ -81,18 +88,28 @@ class _GatedRMSNorm(torch.autograd.Function):
     def forward(ctx: Any, o: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
         n, rstd = _normalise(o, eps)
         ctx.save_for_backward(o, gate, weight, rstd)
-        open_ = torch.sigmoid(gate.to(n.dtype))
-        return n.mul_(open_).mul_(weight).to(o.dtype)
+        return n.mul_(torch.sigmoid(gate.to(n.dtype))).mul_(weight).to(o.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         o, gate, weight, rstd = ctx.saved_tensors
-        dy = grads[0].to(rstd.dtype)
-        n = o * rstd
-        open_ = torch.sigmoid(gate.to(rstd.dtype))
-        dy_open = dy * open_
-        dn = dy_open * weight
-        dw = torch.mul(dy_open, n).reshape(-1, n.shape[-1]).sum(0).to(weight.dtype)
-        dgate = (dn * n).addcmul_(dn * n, open_, value=-1)
-        do = _norm_backward(dn, n, rstd)
-        return do.to(o.dtype), dgate.to(gate.dtype), dw, None
+        dy, rows, rstd = _rows(grads[0], o, rstd)
+        open_ = torch.sigmoid(gate.to(rstd.dtype)).view_as(rows)
+        through = dy * open_
+        do, dweight = _norm_backward(through, rows, weight, rstd)
+        # y (1 - open) dy, as sigmoid' = open (1 - open)
+        dgate = through.mul_(rows).mul_(rstd).mul_(weight)
+        dgate = torch.addcmul(dgate, dgate, open_, value=-1)
+        return (
+            do.view(o.shape).to(o.dtype),
+            dgate.view(o.shape).to(gate.dtype),
+            dweight.to(weight.dtype),
+            None,
+        )
+
+
+def _rows(dy: Tensor, x: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """All three in the wide type as [T, D], [T, D] and [T, 1]."""
+    width = x.shape[-1]
+    dtype = rstd.dtype
+    return dy.to(dtype).reshape(-1, width), x.to(dtype).reshape(-1, width), rstd.view(-1, 1)
