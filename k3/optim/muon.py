@@ -96,7 +96,7 @@ def blocks(x: Tensor, facts: ParamFacts, per_head: bool = True) -> list[Tensor]:
 
 
 def block_scale(shape: tuple[int, ...], update_rms: float) -> float:
-    """Factor from an orthogonal [A, B] block (RMS 1/sqrt(max(A, B))) to a step of RMS `update_rms`."""
+    """From an orthogonal [A, B] block, of RMS 1/sqrt(max(A, B)), to a step of RMS `update_rms`."""
     return update_rms * float(max(shape[-2:])) ** 0.5
 
 
@@ -175,7 +175,7 @@ class Muon(Optimizer):
                     param.copy_(weight)
 
     def _weight(self, param: Tensor) -> Tensor:
-        """The float32 tensor to update: the parameter, or its master where nobody else has written."""
+        """What to update in float32: the parameter, or its master where nobody else wrote."""
         if param.dtype == torch.float32:
             return param
         master: Tensor = self.state[param]["master"]

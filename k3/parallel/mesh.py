@@ -49,7 +49,7 @@ class Mesh:
         return x
 
     def gather_rows(self, x: Tensor) -> Tensor:
-        """The rows (axis 0) of all ranks in rank order; ranks may hold different numbers of them."""
+        """The rows (axis 0) of all ranks, in rank order; ranks may hold different numbers."""
         if self.world == 1:
             return x
         counts = torch.zeros(self.world, dtype=torch.int64, device=x.device)

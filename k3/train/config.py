@@ -67,6 +67,8 @@ class RunConfig:
     """A step folder also where the context changes."""
     keep: int = 2
     """How many step folders stay."""
+    export_dtype: str = "bfloat16"
+    """Of the weights in `hf/`: bfloat16, or float32."""
     tensorboard: str = "auto"
     """auto: where it is installed; on; off."""
 
@@ -93,6 +95,7 @@ class RunConfig:
         for name, known in (
             ("dtype", ("auto", "float32", "bfloat16")),
             ("remat", POLICIES),
+            ("export_dtype", ("bfloat16", "float32")),
             ("tensorboard", ("auto", "on", "off")),
         ):
             if getattr(self, name) not in known:
@@ -125,7 +128,7 @@ class RunConfig:
 MAY_CHANGE = {
     "name", "device", "remat", "threads", "eval_every", "eval_tokens", "sample_every",
     "sample_prompts", "sample_tokens", "sample_temperature", "save_every_s", "save_at_stages",
-    "keep", "tensorboard", "data.cache_dir", "data.threads",
+    "keep", "export_dtype", "tensorboard", "data.cache_dir", "data.threads",
 }  # fmt: skip
 """Fields that a resumed run may set anew: none of them changes what is learned."""
 

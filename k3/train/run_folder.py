@@ -18,16 +18,17 @@ from typing import Any
 import torch
 
 from k3 import UserError, __version__
+from k3.checkpoint.params import active_params, total_params
+from k3.checkpoint.released import save_released
 from k3.checkpoint.steps import latest_step
 from k3.data.baselines import gzip_bits_per_byte, xz_bits_per_byte
 from k3.parallel.mesh import Mesh
 from k3.report.page import write_page
-from k3.report.parameters import count
 from k3.report.runs import read_run
 from k3.train.config import RunConfig, to_dict
 from k3.train.interrupt import one_line_failures
 from k3.train.metrics import Board, JsonLines, Row
-from k3.train.parts import STEPS, Parts, restore, weights
+from k3.train.parts import STEPS, Parts, restore
 from k3.train.progress import Display
 
 BASELINE_BYTES = 1 << 25
@@ -60,7 +61,7 @@ class RunFolder:
         return done
 
     def _announce(self, done: int, parts: Parts) -> None:
-        run, (total, active) = self.run, _count_parameters(parts)
+        run, total, active = self.run, *_count_parameters(self.run)
         for corpus in parts.loader.corpora.values():
             self.display.say(corpus.describe())
         self.display.say(
@@ -140,10 +141,12 @@ def _make_folder(out: Path) -> None:
 
 
 def finish(run: RunConfig, parts: Parts, log: RunFolder) -> dict[str, Any]:
-    """Writes `hf/`, `summary.json` and `report.html` of a run that has all its steps; the summary."""
+    """Writes `hf/`, `summary.json` and `report.html` of a run that is done; the summary."""
     log.close()
     if not log.mesh.is_main:
         return {}
+    tokenizer = parts.loader.tokenizer
+    save_released(parts.model, log.out / "hf", tokenizer=tokenizer, dtype=run.export_dtype)
     summary = _summary(run, parts, log)
     _write_json(log.out / "summary.json", summary)
     write_page([log.out], log.out / "report.html")
@@ -154,7 +157,7 @@ def _summary(run: RunConfig, parts: Parts, log: RunFolder) -> dict[str, Any]:
     kept = read_run(log.out)
     last, rows = kept.metrics[-1], kept.metrics
     seconds = sum(run.tokens_per_step / row["tokens_per_s"] for row in rows)
-    total, active = _count_parameters(parts)
+    total, active = _count_parameters(run)
     return {
         "name": run.name,
         "steps": run.steps,
@@ -175,12 +178,9 @@ def _summary(run: RunConfig, parts: Parts, log: RunFolder) -> dict[str, Any]:
     }
 
 
-def _count_parameters(parts: Parts) -> tuple[int, int]:
+def _count_parameters(run: RunConfig) -> tuple[int, int]:
     """All parameters, and those that one token multiplies."""
-    sizes = {name: tensor.numel() for name, tensor in weights(parts.model).items()}
-    moe, kinds = parts.model.config.moe, parts.model.config.attn_layers
-    rows = count(sizes, kinds, moe.top_k / moe.num_experts if moe else 1.0)
-    return sum(row.total for row in rows), round(sum(row.active for row in rows))
+    return total_params(run.model), round(active_params(run.model))
 
 
 def _baselines(documents: list[bytes]) -> dict[str, float]:

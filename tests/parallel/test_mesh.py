@@ -1,4 +1,4 @@
-"""The mesh: one rank without torch.distributed, several through it, one line when it can't be had."""
+"""One rank without torch.distributed, several through it, one line when it can't be had."""
 
 import re
 

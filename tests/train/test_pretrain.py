@@ -49,6 +49,18 @@ def test_a_run_folder_holds_rows_evaluations_samples_and_a_summary(corpus, tmp_p
     assert (tmp_path / "report.html").stat().st_size > 1000
 
 
+def test_the_released_layout_holds_what_was_trained(corpus, straight):
+    from k3.checkpoint.released import load_released
+    from k3.checkpoint.steps import latest_step, load_step
+    from k3.text.tokenizer import Tokenizer
+
+    model = load_released(straight / "hf")
+    trained = load_step(latest_step(straight / "steps")).tensors
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, trained[name].to(tensor.dtype)), name
+    assert Tokenizer.load(straight / "hf").vocab_size == 512
+
+
 def test_looking_leaves_no_trace_in_what_is_learned(corpus, straight, tmp_path):
     pretrain(tiny_run(corpus, eval_every=2, sample_every=3, sample_tokens=2), tmp_path)
     plain, watched = (

@@ -1,4 +1,4 @@
-"""A run of seconds: a corpus of invented code, and a model with every idea of K3 in 40k parameters."""
+"""A run of seconds: a corpus of invented code, and a model with every idea of K3 in it."""
 
 import json
 from pathlib import Path
