@@ -40,7 +40,7 @@ def test_example_learns_beside_its_plain_arm(name):
     assert plain[0] == pytest.approx(ours[0], abs=0.5)
     if name == "quantile_balancing.py":
         assert plain[2] < 0.1 and plain[3] > 2.5, "without balancing some experts starve"
-        assert ours[2] > 0.5 and ours[3] < 1.5
+        assert ours[2] > 0.5 and ours[3] < 2
     if name == "per_head_muon.py":
         assert ours[2] < 1.5 < 3 < plain[2]
     if name == "attention_residuals.py":
