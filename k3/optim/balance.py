@@ -71,7 +71,7 @@ class Balancer:
     def _clear(self) -> None:
         self.load_Ln: Tensor | None = None
         self.counts_LnB: Tensor | None = None
-        self.margins: list[list[tuple[Tensor, ...]]] = [[] for _ in self.biases]
+        self.margins: list[list[tuple[Tensor, Tensor]]] = [[] for _ in self.biases]
 
     @torch.no_grad()
     def add(self, *stats: Mapping[str, Any]) -> None:
@@ -88,10 +88,9 @@ class Balancer:
                 self.counts_LnB, torch.cat([part["histogram"] for part in stats])
             )
         if self.kind == "quantile_exact":
-            scores = [rows.detach() for part in stats for rows in part["scores"]]
-            cutoffs = [rows.detach() for part in stats for rows in part["cutoff"]]
-            for kept, *pair in zip(self.margins, scores, cutoffs, strict=True):
-                kept.append(tuple(pair))
+            new = [pair for part in stats for pair in part["margins"]]
+            for kept, (scores_Tn, cutoff_T) in zip(self.margins, new, strict=True):
+                kept.append((scores_Tn.detach(), cutoff_T.detach()))
 
     @torch.no_grad()
     def step(self, all_reduce: Reduce | None = None, gather: Gather | None = None) -> Load | None:

@@ -145,10 +145,19 @@ def _all_mla(run: RunConfig) -> RunConfig:
 
 def _full_width_moe(run: RunConfig) -> RunConfig:
     """Experts without a latent, narrower so that a token multiplies as many weights."""
-    baseline = k2_like(run.model).moe
-    assert baseline is not None
-    width = baseline.intermediate_size
-    return _model(moe__latent_size=None, moe__latent_norm=False, moe__intermediate_size=width)(run)
+    moe, hidden = run.model.moe, run.model.hidden_size
+    assert moe is not None and moe.latent_size is not None
+    weights = (
+        3 * moe.latent_size * moe.intermediate_size * moe.top_k
+        + 2 * hidden * moe.latent_size
+        + 3 * hidden * moe.intermediate_size * moe.num_shared_experts
+    )
+    width = weights / (3 * hidden * (moe.top_k + moe.num_shared_experts))
+    return _model(
+        moe__latent_size=None,
+        moe__latent_norm=False,
+        moe__intermediate_size=max(8, round(width / 8) * 8),
+    )(run)
 
 
 ARMS: dict[str, Callable[[RunConfig], RunConfig]] = {

@@ -20,17 +20,16 @@ def scores(tokens, seed=0):
 
 def statistics(scores_LTn, biases):
     """What the model's forward returns for these scores."""
-    loads, counts, cutoffs = [], [], []
+    loads, counts, margins = [], [], []
     for scores_Tn, bias_n in zip(scores_LTn, biases, strict=True):
         routed = route(scores_Tn, bias_n, K)
         loads.append(torch.bincount(routed.indices_Tk.flatten(), minlength=N))
         counts.append(histogram(scores_Tn, routed.cutoff_T, bias_n, bins=BINS))
-        cutoffs.append(routed.cutoff_T)
+        margins.append((scores_Tn, routed.cutoff_T))
     return {
         "expert_load": torch.stack(loads),
         "histogram": torch.stack(counts),
-        "scores": list(scores_LTn),
-        "cutoff": cutoffs,
+        "margins": margins,
     }
 
 
@@ -108,8 +107,8 @@ def test_exact_gathers_the_margins_of_all_ranks():
     one, half = balancer("quantile_exact"), balancer("quantile_exact")
     one.add(statistics(rows, one.biases))
     one.step()
-    other = statistics(rows[:, 120:], half.biases)
-    queue = [x for pair in zip(other["scores"], other["cutoff"], strict=True) for x in pair]
+    other = statistics(rows[:, 120:], half.biases)["margins"]
+    queue = [tensor for pair in other for tensor in pair]
     half.add(statistics(rows[:, :120], half.biases))
     half.step(lambda flat: flat, lambda mine: torch.cat([mine, queue.pop(0)]))
     assert all(torch.equal(a, b) for a, b in zip(one.biases, half.biases, strict=True))
