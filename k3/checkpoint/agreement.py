@@ -24,41 +24,55 @@ CONTROL = {
     "[PAD]": 163839,
 }
 """Released ids of the names that change what a model does."""
+RANKS, NAMES = "tiktoken.model", "tokenizer_config.json"
 
 
 def check_ids(folder: Path, config: K3Config, content: dict[str, Any]) -> None:
-    """UserError if config.json (`content`), generation_config.json or the tokenizer's files, where
-    they exist, disagree with the control ids of the vocabulary.
+    """UserError if config.json (`content`), generation_config.json and the tokenizer's files name
+    different ids.
+
+    With a tokenizer every id must be that of the vocabulary. Without one, ids are only numbers that
+    the network never looks at, and it's enough that the files say the same.
     """
-    _check_section(folder / "config.json", "", content, config)
+    stated = [(folder / "config.json", "", content)]
     if isinstance(text := content.get("text_config"), dict):
-        _check_section(folder / "config.json", "text_config.", text, config)
-    media = content.get("media_placeholder_token_id", config.media_placeholder_token_id)
-    if media != config.media_placeholder_token_id:
-        _refuse(folder / "config.json", "media_placeholder_token_id", media, config)
+        stated.append((folder / "config.json", "text_config.", text))
     generation = folder / "generation_config.json"
     if generation.is_file():
-        _check_section(generation, "", read_json(generation), config)
+        stated.append((generation, "", read_json(generation)))
+    if not any((folder / name).is_file() for name in (RANKS, NAMES)):
+        for key in IDS:
+            _check_each_other([(path, section + key, v.get(key)) for path, section, v in stated])
+        return
+    for path, section, values in stated:
+        for key in (*IDS, "media_placeholder_token_id"):
+            _check_id(path, section + key, values.get(key), config)
     _check_tokenizer(folder, config)
 
 
-def _check_section(path: Path, section: str, values: dict[str, Any], config: K3Config) -> None:
-    for key in IDS:
-        found = values.get(key)
-        ids = found if isinstance(found, list) else [found]
-        if found is not None and getattr(config, key) not in ids:
-            _refuse(path, section + key, found, config)
-
-
-def _refuse(path: Path, key: str, found: Any, config: K3Config) -> None:
+def _check_id(path: Path, key: str, found: Any, config: K3Config) -> None:
     expected = getattr(config, key.rpartition(".")[2])
-    raise UserError(
-        f"{path}: {key} is {found}, in a vocabulary of {config.vocab_size} it must be {expected}"
-    )
+    if found is not None and expected not in _ids(found):
+        size = config.vocab_size
+        raise UserError(
+            f"{path}: {key} is {found}, in a vocabulary of {size} it must be {expected}"
+        )
+
+
+def _check_each_other(stated: list[tuple[Path, str, Any]]) -> None:
+    given = [entry for entry in stated if entry[2] is not None]
+    for path, key, found in given[1:]:
+        first_path, first_key, first = given[0]
+        if not any(token in _ids(first) for token in _ids(found)):
+            raise UserError(f"{path}: {key} is {found}, {first_path}: {first_key} is {first}")
+
+
+def _ids(found: Any) -> list[Any]:
+    return found if isinstance(found, list) else [found]
 
 
 def _check_tokenizer(folder: Path, config: K3Config) -> None:
-    ranks = folder / "tiktoken.model"
+    ranks = folder / RANKS
     if ranks.is_file():
         count = sum(1 for line in ranks.read_bytes().splitlines() if line.strip())
         if count + CONTROL_SLOTS != config.vocab_size:
@@ -66,7 +80,7 @@ def _check_tokenizer(folder: Path, config: K3Config) -> None:
                 f"{ranks}: {count} ranks and {CONTROL_SLOTS} control ids make "
                 f"{count + CONTROL_SLOTS} ids, config.json has vocab_size {config.vocab_size}"
             )
-    names = folder / "tokenizer_config.json"
+    names = folder / NAMES
     if not names.is_file():
         return
     added = read_json(names).get("added_tokens_decoder") or {}

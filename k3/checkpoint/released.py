@@ -24,7 +24,13 @@ from torch import Tensor, nn
 from k3 import UserError
 from k3.checkpoint.agreement import check_ids
 from k3.checkpoint.folders import remove_leftovers, whole_folder
-from k3.checkpoint.layout import DTYPE_NAMES, HEAD_PREFIX, TensorSpec, tensor_specs
+from k3.checkpoint.layout import (
+    DTYPE_NAMES,
+    HEAD_PREFIX,
+    TensorSpec,
+    check_format,
+    tensor_specs,
+)
 from k3.checkpoint.shards import INDEX, Reader, Shards, Stored, read_json
 from k3.checkpoint.tensorfile import DTYPES, Entry, write_bytes, write_tensors
 from k3.model.config import K3Config
@@ -32,9 +38,12 @@ from k3.model.facts import is_fp32_island
 from k3.model.transformer import K3
 from k3.ops.mx import GROUP, pack_mxfp4, unpack_mxfp4
 
+PACKED_FORMAT = "mxfp4-pack-quantized"
 EXPERTS = {"plain": "bf16", "mxfp4": "mxfp4"}
 SHARD_BYTES = 5_000_000_000
 FLOATS = ("BF16", "F16", "F32")
+REPLACED = ("config.json", "generation_config.json", "*.safetensors", INDEX, "tiktoken.model",
+            "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")  # fmt: skip
 VISION = ("vision_tower.", "mm_projector.")
 
 
@@ -104,9 +113,8 @@ def load_released(
     mode. The tokenizer's files may be absent.
 
     Names may lack the `language_model.` prefix (Kimi-Linear's do). Packed experts are dequantised
-    and stacked. A_log may be [H], longer with zeros behind, or [1, 1, H, 1]. dtype None is the one
-    that config.json names; fp32 islands are fp32 in any case. Tensors of the vision tower are
-    skipped.
+    and stacked. A_log may be [H], longer with zeros behind, or [1, 1, H, 1]. dtype None is the
+    stored one; fp32 islands are fp32 in any case. Tensors of the vision tower are skipped.
 
     UserError, before any value is read, names the tensor or file and both shapes or values. strict
     also refuses tensors that the model hasn't got, and an index that doesn't add up.
@@ -114,9 +122,10 @@ def load_released(
     folder = Path(folder)
     config, content = _config_of(folder)
     check_ids(folder, config, content)
+    _check_quantization(folder / "config.json", content)
     shards = Shards(folder, strict)
     parts = _match(shards, config, strict)
-    model = K3(config, device="meta", dtype=_wanted_dtype(dtype, content, folder))
+    model = K3(config, device="meta", dtype=_wanted_dtype(dtype, shards, parts))
     _fill(model, shards, parts, torch.device(device or "cpu"))
     return model.eval()
 
@@ -158,10 +167,15 @@ def _check_place(place: Path) -> None:
     """Only a checkpoint may be replaced: whatever else is in a folder would be lost."""
     if place.exists() and not place.is_dir():
         raise UserError(f"{place}: is a file, a folder is needed")
-    if not place.is_dir() or not any(place.iterdir()):
+    if not place.is_dir():
         return
-    if not (place / "config.json").is_file() or any(path.is_dir() for path in place.iterdir()):
-        raise UserError(f"{place}: holds something else than a checkpoint, choose another folder")
+    for path in sorted(place.iterdir()):
+        ours = any(path.match(name) for name in REPLACED) and not path.is_dir()
+        if not ours and not path.name.startswith("."):
+            raise UserError(
+                f"{place}: holds {path.name}, which is no part of a checkpoint; "
+                "choose another folder"
+            )
 
 
 def _write_shards(folder: Path, model: K3, plan: list[list[TensorSpec]]) -> None:
@@ -246,7 +260,7 @@ def quantization_config() -> dict[str, Any]:
     group = {"targets": ["Linear"], "input_activations": None, "output_activations": None}
     return {
         "quant_method": "compressed-tensors",
-        "format": "mxfp4-pack-quantized",
+        "format": PACKED_FORMAT,
         "quantization_status": "compressed",
         "kv_cache_scheme": None,
         "global_compression_ratio": None,
@@ -292,20 +306,38 @@ def _config_of(folder: Path) -> tuple[K3Config, dict[str, Any]]:
         raise UserError(
             f"{folder / 'config.json'}: {error}".replace(": config.json:", ":")
         ) from None
+    except (TypeError, AttributeError, KeyError) as error:
+        raise UserError(
+            f"{folder / 'config.json'}: a value is not of its key's type ({error})"
+        ) from None
+
+
+def _check_quantization(path: Path, content: dict[str, Any]) -> None:
+    for section in (content, content.get("text_config")):
+        found = section.get("quantization_config") if isinstance(section, dict) else None
+        if found is None:
+            continue
+        kind = found.get("format") if isinstance(found, dict) else found
+        if kind != PACKED_FORMAT:
+            raise UserError(
+                f"{path}: quantization_config.format must be {PACKED_FORMAT!r}, got {kind!r}"
+            )
 
 
 def _wanted_dtype(
-    dtype: torch.dtype | str | None, content: dict[str, Any], folder: Path
+    dtype: torch.dtype | str | None, shards: Shards, parts: list[tuple[TensorSpec, str]]
 ) -> torch.dtype:
+    """The one asked for, else the widest that anything but islands and packed experts is in."""
     if isinstance(dtype, torch.dtype):
         return dtype
-    text = content.get("text_config", content)
-    if dtype is None:
-        dtype = text.get("dtype") or text.get("torch_dtype") or "bfloat16"
-    found = getattr(torch, str(dtype).removeprefix("torch."), None)
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        raise UserError(f"{folder / 'config.json'}: dtype must name a float type, got {dtype!r}")
-    return found
+    if dtype is not None:
+        found = getattr(torch, dtype.removeprefix("torch."), None)
+        if not isinstance(found, torch.dtype) or not found.is_floating_point:
+            raise UserError(f"dtype must name a float type, got {dtype!r}")
+        return found
+    plain = {shards.tensors[n].dtype for spec, n in parts if not is_fp32_island(spec.source)}
+    plain.discard("U8")
+    return DTYPES[plain.pop()] if len(plain) == 1 else torch.float32
 
 
 def _match(shards: Shards, config: K3Config, strict: bool) -> list[tuple[TensorSpec, str]]:
@@ -313,8 +345,13 @@ def _match(shards: Shards, config: K3Config, strict: bool) -> list[tuple[TensorS
     names = shards.tensors
     prefixed = any(name.startswith(HEAD_PREFIX) for name in names)
     packed = any(name.endswith(".weight_packed") for name in names)
+    experts = "mxfp4" if packed else "bf16"
+    try:
+        check_format(config, experts)
+    except UserError as error:
+        raise UserError(f"{shards.folder}: its experts are packed, but {error}") from None
     parts = []
-    for spec in tensor_specs(config.with_(vision=None), "mxfp4" if packed else "bf16"):
+    for spec in tensor_specs(config.with_(vision=None), experts):
         name = spec.name if prefixed else spec.name.removeprefix(HEAD_PREFIX)
         if name not in names:
             shape = list(spec.shape)

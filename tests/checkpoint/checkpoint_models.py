@@ -1,5 +1,6 @@
 """Models that the checkpoint tests share: every preset, every alternative, and a small one."""
 
+import json
 from pathlib import Path
 
 import torch
@@ -68,6 +69,12 @@ def logits(model: K3) -> torch.Tensor:
 
 def tensors_of(model: K3) -> dict[str, torch.Tensor]:
     return dict([*model.named_parameters(), *model.named_buffers()])
+
+
+def edit(path: Path, change) -> None:
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
 
 
 def rewrite(folder: Path, change) -> None:

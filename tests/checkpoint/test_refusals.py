@@ -1,12 +1,11 @@
 """What is wrong with a folder is said in one line: tensor or file, and both shapes or values."""
 
-import json
 import os
 from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_models import INDEX, LM, logits, rewrite
+from checkpoint_models import INDEX, LM, edit, logits, rewrite
 
 from k3 import UserError
 from k3.checkpoint.released import load_released, save_released
@@ -60,12 +59,6 @@ def test_packed_bytes_of_another_type(model: K3, tmp_path: Path):
         load_released(folder)
 
 
-def edit(path: Path, change) -> None:
-    content = json.loads(path.read_text())
-    change(content)
-    path.write_text(json.dumps(content))
-
-
 FILE = "model-00002-of-"
 BAD_FILES = {
     "shard missing": (lambda f: next(f.glob(FILE + "*")).unlink(), FILE + ".*: missing, the index"),
@@ -106,19 +99,33 @@ BAD_FILES = {
     ),
     "eos": (
         lambda f: edit(f / "config.json", lambda c: c["text_config"].update(eos_token_id=65)),
-        "text_config.eos_token_id is 65, in a vocabulary of 320 it must be 66",
+        "text_config.eos_token_id is 65, .*: eos_token_id is 66",
     ),
     "media": (
-        lambda f: edit(f / "config.json", lambda c: c.update(media_placeholder_token_id=3)),
-        "media_placeholder_token_id is 3",
+        lambda f: (
+            edit(f / "config.json", lambda c: c.update(media_placeholder_token_id=3)),
+            (f / "tokenizer_config.json").write_text("{}"),
+        ),
+        "media_placeholder_token_id is 3, in a vocabulary of 320 it must be 85",
     ),
     "generation": (
         lambda f: edit(f / "generation_config.json", lambda c: c.update(eos_token_id=[2, 3])),
         r"generation_config.json: eos_token_id is \[2, 3\]",
     ),
-    "dtype": (
-        lambda f: edit(f / "config.json", lambda c: c["text_config"].update(dtype="int8")),
-        "dtype must name a float type, got 'int8'",
+    "value of no such type": (
+        lambda f: edit(f / "config.json", lambda c: c["text_config"].update(hidden_size=None)),
+        "config.json: .*type",
+    ),
+    "openk3": (
+        lambda f: edit(f / "config.json", lambda c: c["text_config"].update(openk3={"mha": 3})),
+        "config.json: a value is not of its key's type",
+    ),
+    "other packing": (
+        lambda f: edit(
+            f / "config.json",
+            lambda c: c["text_config"].update(quantization_config={"format": "nvfp4"}),
+        ),
+        "quantization_config.format must be 'mxfp4-pack-quantized', got 'nvfp4'",
     ),
 }
 
@@ -130,7 +137,14 @@ def test_wrong_files_are_named(folder: Path, name: str):
     with pytest.raises(UserError, match=words) as caught:
         load_released(folder)
     line = str(caught.value)
-    assert "\n" not in line and str(folder) in line and line.count("config.json:") <= 1
+    assert "\n" not in line and str(folder) in line and line.count(" config.json:") <= 1
+
+
+def test_packed_experts_of_a_width_that_cannot_be(model: K3, tmp_path: Path):
+    folder = save_released(model, tmp_path / "hf", experts="mxfp4")
+    edit(folder / "config.json", lambda c: c["text_config"].update(moe_intermediate_size=40))
+    with pytest.raises(UserError, match=r"hf: its experts are packed, but .* 32, got 40"):
+        load_released(folder)
 
 
 def test_no_folder(tmp_path: Path):

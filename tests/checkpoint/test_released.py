@@ -4,11 +4,12 @@ import base64
 import errno
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_models import IDS, INDEX, LM, ODD, SMALL, logits, made, rewrite, tensors_of
+from checkpoint_models import IDS, INDEX, LM, ODD, SMALL, edit, logits, made, rewrite, tensors_of
 from safetensors.torch import load_file, save_file
 
 from k3 import UserError
@@ -218,6 +219,30 @@ def test_a_bare_configuration_and_narrow_islands(folder: Path):
     assert loaded.norm.weight.dtype == torch.bfloat16
 
 
+def test_the_stored_dtype_is_kept_whatever_the_config_says(folder: Path, model: K3):
+    edit(folder / "config.json", lambda c: c["text_config"].update(dtype="bfloat16"))
+    assert torch.equal(logits(load_released(folder)), logits(model))
+    mixed = {LM + "norm.weight", LM + "layers.0.self_attn.o_norm.weight"}
+    rewrite(folder, lambda t: {n: v if n in mixed else v.bfloat16() for n, v in t.items()})
+    assert load_released(folder).lm_head.weight.dtype == torch.float32
+    rewrite(folder, lambda t: {n: v if "o_norm" in n else v.bfloat16() for n, v in t.items()})
+    assert load_released(folder).lm_head.weight.dtype == torch.bfloat16
+    assert load_released(folder, dtype="float32").lm_head.weight.dtype == torch.float32
+    with pytest.raises(UserError, match="got 'int8'"):
+        load_released(folder, dtype="int8")
+
+
+def test_ids_of_another_maker_without_a_tokenizer(folder: Path, model: K3):
+    """The network never looks at them; a tokenizer beside it must agree."""
+    foreign = {"bos_token_id": 1, "eos_token_id": [2, 7], "pad_token_id": 0}
+    edit(folder / "config.json", lambda c: (c.update(foreign), c["text_config"].update(foreign)))
+    edit(folder / "generation_config.json", lambda c: c.update(foreign | {"eos_token_id": 2}))
+    assert torch.equal(logits(load_released(folder)), logits(model))
+    Words(320).save(folder)
+    with pytest.raises(UserError, match="bos_token_id is 1, in a vocabulary of 320 it must be 64"):
+        load_released(folder)
+
+
 def test_vision_tensors_are_skipped(folder: Path, model: K3):
     extra = {
         "vision_tower.patch_embed.proj.weight": torch.zeros(2),
@@ -303,9 +328,14 @@ def test_only_a_checkpoint_is_replaced(model: K3, folder: Path, tmp_path: Path):
     other = tmp_path / "home"
     other.mkdir()
     save_released(model, other)
-    (other / "thesis").mkdir()
-    with pytest.raises(UserError, match="something else than a checkpoint"):
-        save_released(model, other)
+    (other / ".DS_Store").write_text("x")
+    save_released(model, other)
+    for make in ((other / "thesis").mkdir, (other / "README.md").touch):
+        make()
+        with pytest.raises(UserError, match="home: holds (thesis|README.md), which is no part"):
+            save_released(model, other)
+        shutil.rmtree(other / "thesis", ignore_errors=True)
+    assert (other / "README.md").is_file()
     (tmp_path / "file").write_text("x")
     with pytest.raises(UserError, match="is a file"):
         save_released(model, tmp_path / "file")
