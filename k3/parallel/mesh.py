@@ -112,7 +112,11 @@ def open_mesh(device: str = "auto", timeout_s: float = 600.0) -> Iterator[Mesh]:
     backend = "nccl" if here.type == "cuda" else "gloo"
     try:
         dist.init_process_group(
-            backend, rank=rank, world_size=world, timeout=timedelta(seconds=timeout_s)
+            backend,
+            rank=rank,
+            world_size=world,
+            timeout=timedelta(seconds=timeout_s),
+            device_id=here if backend == "nccl" else None,
         )
     except (RuntimeError, ValueError) as error:
         address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"

@@ -31,6 +31,7 @@ def nano() -> RunConfig:
         steps=1000,
         micro_batches=1,
         eval_every=100,
+        eval_tokens=16_384,
         sample_every=100,
     )
 

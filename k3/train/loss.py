@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from k3.data.batch import IGNORE, Batch
+from k3.model.mtp import MTPLayer
 from k3.model.transformer import K3
 from k3.ops.cross_entropy import linear_cross_entropy
 from k3.parallel.mesh import Mesh
@@ -39,7 +40,9 @@ def losses(model: K3, batch: Batch) -> Losses:
     if not len(model.mtp):
         return Losses(main, None, (out.stats,))
     ahead = model.mtp_forward(0, out.h_TD, batch.next_ids_T, batch.spans)
-    mtp = linear_cross_entropy(model.mtp[0].head_input(ahead.h_TD), head, batch.targets2_T)
+    layer = model.mtp[0]
+    assert isinstance(layer, MTPLayer)
+    mtp = linear_cross_entropy(layer.head_input(ahead.h_TD), head, batch.targets2_T)
     return Losses(main, mtp, (out.stats, ahead.stats))
 
 
