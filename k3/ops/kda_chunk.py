@@ -1,209 +1,105 @@
 """Kimi Delta Attention in chunks: dense products inside a chunk, one state hand-over between
-chunks.
+chunks, and a backward pass of its own.
 
-With Γ_i the product of the decays of a chunk's rows 0..i (kept as cumulative log-decay G):
+With G the cumulative log-decay of a chunk's rows, q and k of unit length:
 
-    L_ij = β_i Σ_c k_ic k_jc Γ_ic/Γ_jc  for i > j        A_ij = Σ_c q_ic k_jc Γ_ic/Γ_jc  for i >= j
-    [W | U] = (I + L)⁻¹ diag(β) [Γ⊙K | V]
-    Ṽ = U - W S_in          O = (Γ⊙Q) S_in + A Ṽ          S_out = diag(Γ_C) S_in + (Γ_C/Γ ⊙ K)ᵀ Ṽ
+    A_ij = Σ_c q_ic k_jc exp(G_ic - G_jc)  for i >= j          N_ij the same with k_i, for i > j
+    R = (I + diag(β) N)⁻¹ diag(β)          W = R (k ⊙ exp G)          U = R v
+    Ṽ = U - W S_in     o = scale · ((q ⊙ exp G) S_in + A Ṽ)
+    S_out = diag(exp G_C) S_in + (k ⊙ exp(G_C - G))ᵀ Ṽ
 
-The bounded decay makes L and A plain products: a log-decay of at least -5 a token keeps the
-exponents of 32 rows
-within ±80 of the middle row, inside fp32's ±88, so (q·exp(G-M)) (k·exp(M-G))ᵀ needs no tiles.
-Entries above the
-diagonal may overflow there; they are selected away, never multiplied. Without a bound the
-differences G_i - G_j are
-exponentiated pair by pair, in chunks of 16.
+The bounded decay makes A and N plain products: a log-decay of at least -5 a token keeps the
+exponents of 32 rows within ±80 of the middle row M, inside fp32's ±88, so
+(q ⊙ exp(G-M)) (k ⊙ exp(M-G))ᵀ needs no tiles. Entries above the diagonal may overflow there; they
+are selected away, never multiplied. Without a bound the differences G_i - G_j are exponentiated
+pair by pair, in chunks of 16.
 
-Everything but the hand-over runs for all chunks of all spans and heads at once. Chunks are ordered
-by their place in
-their span, longest span first, so one step of the hand-over is one slice.
+Work runs over blocks of chunks small enough for the cache. Within a block everything but the
+hand-over is one batch over chunks, spans and heads; the states that one step of the hand-over
+leaves behind lie where the next step reads them.
 
-Legend: T tokens, M chunks, C rows per chunk, H heads, K key width, V value width, N spans, B = M·H.
+Legend: T tokens, N spans, H heads, M chunks, B = M·H, C rows per chunk, K key width, V value
+width; x2C: q rows over k rows (or o rows over v rows).
 Source: Kimi K3 report eq. 3-4; the derivation of the backward pass is ours.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any, NamedTuple
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from k3.ops.product import without_autocast
+from k3.ops.kda_plan import Block, Plan, cut, make_plan
+from k3.ops.kda_ref import L2_EPS, MAX_A_LOG
+from k3.ops.product import wide, without_autocast
 from k3.ops.spans import Spans
 
 BOUNDED_CHUNK = 32
 UNBOUNDED_CHUNK = 16
-
-
-@dataclass(frozen=True, eq=False)
-class Chunks:
-    """Where each chunk row comes from."""
-
-    rows_MC: Tensor
-    """Token of each chunk row, int64; 0 for the empty rows before a short chunk."""
-    pad_R: Tensor | None
-    """Flat positions of the empty rows; None when there are none."""
-    back_T: Tensor
-    """Flat chunk row of each token."""
-    steps: tuple[tuple[int, int], ...]
-    """Slices of M, one per step of the hand-over; each covers the first spans of `order`."""
-    order_N: Tensor
-    """Spans by falling length."""
-    size: int
-
-
-def plan(spans: Spans, size: int) -> Chunks:
-    """Cuts every span into chunks of `size` rows."""
-    return _plan(spans.lengths, size, spans.device)
-
-
-@lru_cache(maxsize=16)
-def _plan(lengths: tuple[int, ...], size: int, device: torch.device) -> Chunks:
-    order = sorted(range(len(lengths)), key=lambda n: -lengths[n])
-    offsets = [0]
-    for length in lengths:
-        offsets.append(offsets[-1] + length)
-    starts: list[int] = []
-    counts: list[int] = []
-    steps: list[tuple[int, int]] = []
-    for step in range(-(-max(lengths, default=0) // size)):
-        active = [n for n in order if lengths[n] > step * size]
-        steps.append((len(starts), len(starts) + len(active)))
-        starts += [offsets[n] + step * size for n in active]
-        counts += [min(size, lengths[n] - step * size) for n in active]
-    start_M = torch.tensor(starts, dtype=torch.int64)[:, None]
-    # A short chunk is filled from its end, so that its last row is a token and leaves undecayed.
-    skip_M = size - torch.tensor(counts, dtype=torch.int64)[:, None]
-    inside_MC = torch.arange(size) >= skip_M
-    rows_MC = torch.where(inside_MC, start_M + torch.arange(size) - skip_M, 0)
-    pad_R = (~inside_MC).flatten().nonzero().flatten()
-    back_T = torch.empty(offsets[-1], dtype=torch.int64)
-    back_T[rows_MC[inside_MC]] = inside_MC.flatten().nonzero().flatten()
-    return Chunks(
-        rows_MC.to(device),
-        pad_R.to(device) if len(pad_R) else None,
-        back_T.to(device),
-        tuple(steps),
-        torch.tensor(order, dtype=torch.int64).to(device),
-        size,
-    )
+BLOCK_ELEMENTS = 1 << 18
+"""Elements of one [B, C, K] tensor of a block: a dozen of them share the cache."""
 
 
 def chunk_kda(
     q_THK: Tensor,
     k_THK: Tensor,
     v_THV: Tensor,
-    g_THK: Tensor,
-    beta_TH: Tensor,
+    z_THK: Tensor,
+    b_TH: Tensor,
+    A_log_H: Tensor,
+    dt_bias_HK: Tensor,
     spans: Spans,
     initial_NHKV: Tensor | None,
-    bounded: bool,
+    lower_bound: float | None,
+    scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """(o [T, H, V], final state [N, H, K, V]) of normalised, scaled q and k, log-decay g and write
-    strength beta.
-
-    All in one dtype, fp32 or fp64. `bounded` promises g >= -5.
-    """
-    chunks = plan(spans, BOUNDED_CHUNK if bounded else UNBOUNDED_CHUNK)
-    heads, width, values = q_THK.shape[1], q_THK.shape[2], v_THV.shape[2]
-    if initial_NHKV is None:
-        initial_NHKV = q_THK.new_zeros(spans.num_spans, heads, width, values)
-    if not chunks.steps:
-        return v_THV, initial_NHKV
+    """(o [T, H, V] in v's dtype, final state [N, H, K, V]); arguments as `k3.ops.kda.kda`."""
+    dtype = wide(torch.promote_types(q_THK.dtype, A_log_H.dtype))
+    _, heads, width = q_THK.shape
+    size = UNBOUNDED_CHUNK if lower_bound is None else BOUNDED_CHUNK
+    if not spans.num_tokens:
+        state = q_THK.new_zeros(spans.num_spans, heads, width, v_THV.shape[2], dtype=dtype)
+        return v_THV, state if initial_NHKV is None else initial_NHKV.to(dtype)
+    limit = max(1, BLOCK_ELEMENTS // (size * max(width, v_THV.shape[2])))
+    plan = make_plan(spans.lengths, heads, size, limit, spans.device)
+    inputs = (q_THK, k_THK, v_THV, z_THK, b_TH, A_log_H, dt_bias_HK, initial_NHKV)
+    keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
     with without_autocast(q_THK):
-        return _ChunkKDA.apply(q_THK, k_THK, v_THV, g_THK, beta_TH, initial_NHKV, chunks, bounded)
+        return _ChunkKDA.apply(*inputs, plan, lower_bound, scale, dtype, keep)
 
 
-def _cut(x_THx: Tensor, chunks: Chunks) -> Tensor:
-    """[T, H, x] -> [M·H, C, x], zero in empty rows."""
-    heads, width = x_THx.shape[1], x_THx.shape[2]
-    x = x_THx.index_select(0, chunks.rows_MC.flatten())
-    if chunks.pad_R is not None:
-        x.index_fill_(0, chunks.pad_R, 0.0)
-    return x.view(-1, chunks.size, heads, width).transpose(1, 2).flatten(0, 1)
+@dataclass(eq=False)
+class _Inside:
+    """What the backward pass needs of a block."""
 
-
-def _join(x_BCx: Tensor, chunks: Chunks, heads: int) -> Tensor:
-    """[M·H, C, x] -> [T, H, x]."""
-    x = x_BCx.unflatten(0, (-1, heads)).transpose(1, 2).flatten(0, 1)
-    return x.index_select(0, chunks.back_T)
-
-
-class _Inside(NamedTuple):
-    """What a chunk knows before it sees a state. All [B, C, ·]."""
-
-    beta: Tensor
-    decayed_q: Tensor
-    """q·exp(G)."""
-    decayed_k: Tensor
-    leaving_k: Tensor
-    """k·exp(G_C - G)."""
-    end: Tensor
-    """exp(G_C) [B, K]."""
-    A: Tensor
-    kk: Tensor
-    """L without β, strictly lower."""
-    inverse: Tensor
-    """(I + L)⁻¹."""
-    WU: Tensor
-    anchored: tuple[Tensor, ...]
-    """With M the middle row's G: exp(G-M), exp(M), q·exp(G-M), k·exp(G-M), k·exp(M-G); empty when
-    the decay has no bound."""
-
-
-def _from_middle(g_BCK: Tensor) -> tuple[Tensor, Tensor]:
-    """Cumulative log-decay counted outward from the middle row [B, C, K], and the middle row's own
-    [B, 1, K].
-
-    Counted from the first row it would reach -160, and its rounding would be handed on by the
-    exponential.
-    """
-    half = g_BCK.shape[1] // 2
-    falling = g_BCK[:, :half].flip(1).cumsum(1).flip(1)
-    rising = g_BCK[:, half:].cumsum(1)
-    outward = torch.cat([-falling[:, 1:], torch.zeros_like(falling[:, :1]), rising], dim=1)
-    return outward, falling[:, :1]
-
-
-def _inside(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, bounded: bool) -> _Inside:
-    outward, middle = _from_middle(g)
-    last = outward[:, -1:]
-    anchored: tuple[Tensor, ...] = ()
-    if bounded:
-        rise, lift = outward.exp(), middle.exp()
-        anchored = (rise, lift, q * rise, k * rise, k / rise)
-        qs, ks, ki = anchored[2:]
-        A = torch.bmm(qs, ki.transpose(1, 2)).tril_()
-        kk = torch.bmm(ks, ki.transpose(1, 2)).tril_(-1)
-        decayed_q, decayed_k = qs * lift, ks * lift
-        leaving_k = ki * last.exp()
-    else:
-        pair = _pairwise(outward)
-        A = torch.einsum("bic,bjc,bijc->bij", q, k, pair)
-        kk = torch.einsum("bic,bjc,bijc->bij", k, k, pair).tril_(-1)
-        fall = g.cumsum(1).exp()
-        decayed_q, decayed_k = q * fall, k * fall
-        leaving_k = k * (last - outward).exp()
-    lower = kk * beta
-    lower.diagonal(dim1=1, dim2=2).fill_(1.0)
-    eye = torch.eye(lower.shape[1], dtype=lower.dtype, device=lower.device).expand_as(lower)
-    inverse = torch.linalg.solve_triangular(lower, eye, upper=False, unitriangular=True)
-    WU = torch.bmm(inverse, torch.cat([decayed_k, v], dim=-1).mul_(beta))
-    end = (last + middle).squeeze(1).exp()
-    return _Inside(beta, decayed_q, decayed_k, leaving_k, end, A, kk, inverse, WU, anchored)
-
-
-def _pairwise(G_BCK: Tensor) -> Tensor:
-    """exp(G_i - G_j) for i >= j, else 0: [B, C, C, K]. Selected before the exponential, which
-    would overflow.
-    """
-    C = G_BCK.shape[1]
-    keep = torch.ones(C, C, dtype=torch.bool, device=G_BCK.device).tril()[:, :, None]
-    return torch.where(keep, G_BCK[:, :, None] - G_BCK[:, None], float("-inf")).exp()
+    unit_B2CK: Tensor
+    """q and k of unit length."""
+    shrink_B2C1: Tensor
+    """1 / sqrt(Σ x² + eps) of q and k."""
+    x_BCK: Tensor
+    """z + dt_bias."""
+    g_BCK: Tensor
+    beta_BC: Tensor
+    stop_BC: Tensor
+    """1 - beta."""
+    AR_B2CC: Tensor
+    QW_B2CK: Tensor
+    """q ⊙ exp G, and -W."""
+    leaving_BCK: Tensor
+    """k ⊙ exp(G_C - G)."""
+    end_BK1: Tensor
+    """exp G_C."""
+    OV_B2CV: Tensor
+    """(q ⊙ exp G) S_in, and Ṽ."""
+    S_BKV: Tensor
+    rise_BCK: Tensor
+    """exp(G - M); the decay itself if it is not bounded."""
+    lift_BxK: Tensor
+    """exp M [B, 1, K]; exp G [B, C, K] if the decay is not bounded."""
 
 
 class _ChunkKDA(torch.autograd.Function):
@@ -213,162 +109,373 @@ class _ChunkKDA(torch.autograd.Function):
         q_THK: Tensor,
         k_THK: Tensor,
         v_THV: Tensor,
-        g_THK: Tensor,
-        beta_TH: Tensor,
-        initial_NHKV: Tensor,
-        chunks: Chunks,
-        bounded: bool,
+        z_THK: Tensor,
+        b_TH: Tensor,
+        A_log_H: Tensor,
+        dt_bias_HK: Tensor,
+        initial_NHKV: Tensor | None,
+        plan: Plan,
+        bound: float | None,
+        scale: float,
+        dtype: torch.dtype,
+        keep: bool,
     ) -> tuple[Tensor, Tensor]:
-        heads, width = q_THK.shape[1], q_THK.shape[2]
-        q, k, v, g, beta = (
-            _cut(x, chunks) for x in (q_THK, k_THK, v_THV, g_THK, beta_TH[..., None])
-        )
-        inside = _inside(q, k, v, g, beta, bounded)
-        W, U = inside.WU.split((width, v.shape[2]), dim=-1)
-        S_BKV = q.new_empty(len(q), width, v.shape[2])
-        written = torch.empty_like(v)
-        final = initial_NHKV.index_select(0, chunks.order_N)
-        for start, stop in chunks.steps:
-            rows = slice(start * heads, stop * heads)
-            S = final[: stop - start].flatten(0, 1)
-            S_BKV[rows] = S
-            torch.baddbmm(U[rows], W[rows], S, alpha=-1, out=written[rows])
-            S = torch.baddbmm(
-                S * inside.end[rows][:, :, None],
-                inside.leaving_k[rows].transpose(1, 2),
-                written[rows],
+        T, H, V = v_THV.shape
+        shape = (len(plan.order_R) // H, H, q_THK.shape[2], V)
+        slope_H11 = A_log_H.to(dtype).clamp(max=MAX_A_LOG).exp().view(H, 1, 1)
+        if initial_NHKV is None:
+            S = q_THK.new_zeros(shape, dtype=dtype).flatten(0, 1)
+        else:
+            S = initial_NHKV.to(dtype).flatten(0, 1).index_select(0, plan.order_R)
+        final = torch.empty_like(S)
+        final[plan.blocks[0].steps[0][1] :] = S[plan.blocks[0].steps[0][1] :]
+        o_RV = S.new_empty(plan.blocks[-1].stop * plan.size, V)
+        kept: list[Tensor] = []
+        for block in plan.blocks:
+            q, k, v, z, b = (
+                cut(x, plan, block, dtype) for x in (q_THK, k_THK, v_THV, z_THK, b_TH[..., None])
             )
-            final[: stop - start] = S.unflatten(0, (-1, heads))
-        o = torch.bmm(inside.decayed_q, S_BKV).baddbmm_(inside.A, written)
-        ctx.save_for_backward(q, k, v, g, S_BKV, written, *inside[:-1], *inside.anchored)
-        ctx.chunks, ctx.heads = chunks, heads
-        result = torch.empty_like(initial_NHKV)
-        result[chunks.order_N] = final
-        return _join(o, chunks, heads), result
+            x = z.view(-1, H, *z.shape[1:]).add_(dt_bias_HK.to(dtype)[:, None])
+            inside, U = _inside(q, k, v, x, b, slope_H11, block, bound)
+            inside.S_BKV, S = _hand_over(inside, U, S, final, block)
+            Q_S, written = inside.OV_B2CV.unbind(1)
+            o = o_RV[block.start * plan.size : block.stop * plan.size].view_as(written)
+            torch.baddbmm(Q_S, inside.AR_B2CC[:, 0], written, beta=scale, alpha=scale, out=o)
+            if keep:
+                kept += [getattr(inside, f.name) for f in fields(inside)]
+        ctx.save_for_backward(slope_H11, A_log_H, *kept)
+        ctx.plan, ctx.bound, ctx.scale, ctx.shape = plan, bound, scale, shape
+        ctx.dtypes = tuple(x.dtype for x in (q_THK, k_THK, v_THV, z_THK, b_TH))
+        ctx.has_initial = initial_NHKV is not None
+        result = torch.empty_like(final)
+        result[plan.order_R] = final
+        o_THV = o_RV.index_select(0, plan.back_R).view(T, H, V)
+        return o_THV.to(v_THV.dtype), result.view(shape)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, do_THV: Tensor, dfinal_NHKV: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, g, S, written, *rest = ctx.saved_tensors
-        alone = len(_Inside._fields) - 1
-        inside = _Inside._make([*rest[:alone], tuple(rest[alone:])])
-        chunks, heads = ctx.chunks, ctx.heads
-        with without_autocast(q):
-            do = _cut(do_THV.contiguous(), chunks)
-            dwritten, dS_out, dinitial = _reverse(inside, chunks, heads, S, do, dfinal_NHKV)
-            grads = _inside_backward(inside, q, k, v, g, S, written, do, dwritten, dS_out)
-        dq, dk, dv, dg, dbeta = (_join(x, chunks, heads) for x in grads)
-        return dq, dk, dv, dg, dbeta.squeeze(-1), dinitial, None, None
+        slope_H11, A_log_H, *kept = ctx.saved_tensors
+        plan, bound, scale = ctx.plan, ctx.bound, ctx.scale
+        N, H, K, V = ctx.shape
+        rows = plan.blocks[-1].stop * plan.size
+        grads = [slope_H11.new_empty(rows, width) for width in (K, K, V, K, 1)]
+        dA_log, ddt_bias = torch.zeros_like(slope_H11), slope_H11.new_zeros(H, 1, K)
+        dfinal = dfinal_NHKV.flatten(0, 1).index_select(0, plan.order_R)
+        dS, count = dfinal[:0], len(fields(_Inside))
+        with without_autocast(do_THV):
+            for n, block in reversed(list(enumerate(plan.blocks))):
+                inside = _Inside(*kept[n * count : (n + 1) * count])
+                dO = cut(do_THV, plan, block, slope_H11.dtype)
+                dOV, dS_out, dS = _hand_back(inside, dO, dS, dfinal, block, scale)
+                part = slice(block.start * plan.size, block.stop * plan.size)
+                dq, dk, dv, dz, db = (x[part].view(-1, plan.size, x.shape[1]) for x in grads)
+                dg = _inside_backward(inside, dOV, dS_out, bound, (dq, dk, dv, db))
+                dA, dt = _gate_backward(inside, dg, slope_H11, block, bound, dz)
+                dA_log += dA
+                ddt_bias += dt
+        dq, dk, dv, dz, db = (
+            x.index_select(0, plan.back_R).view(-1, H, x.shape[1]).to(dtype)
+            for x, dtype in zip(grads, ctx.dtypes, strict=True)
+        )
+        dinitial = None
+        if ctx.has_initial:
+            dinitial = torch.empty_like(dfinal)
+            dinitial[plan.order_R] = torch.cat([dS, dfinal[len(dS) :]])
+            dinitial = dinitial.view(ctx.shape)
+        dA_log_H = torch.where(A_log_H > MAX_A_LOG, 0.0, dA_log.view(H)).to(A_log_H.dtype)
+        return (
+            *(dq, dk, dv, dz, db.squeeze(-1)),
+            *(dA_log_H, ddt_bias.squeeze(1), dinitial),
+            *(None,) * 5,
+        )
 
 
-def _reverse(
-    inside: _Inside, chunks: Chunks, heads: int, S: Tensor, do: Tensor, dfinal_NHKV: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The hand-over backwards: gradients of Ṽ, of every chunk's outgoing state, and of the
-    initial states.
+def _inside(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    x_MHCK: Tensor,
+    b: Tensor,
+    slope_H11: Tensor,
+    block: Block,
+    bound: float | None,
+) -> tuple[_Inside, Tensor]:
+    """All of a block that needs no state, and U [B, C, V]."""
+    B, C, K = q.shape
+    norm_B2C1 = torch.stack([_norm(q), _norm(k)], dim=1)
+    shrink = norm_B2C1.square_().add_(L2_EPS).rsqrt_()
+    unit = q.new_empty(B, 2, C, K)
+    torch.mul(q, shrink[:, 0], out=unit[:, 0])
+    torch.mul(k, shrink[:, 1], out=unit[:, 1])
+    beta, stop = b.sigmoid(), b.neg().sigmoid_()
+    if bound is None:
+        g = F.softplus(x_MHCK).mul_(-slope_H11).flatten(0, 1)
+    else:
+        g = (x_MHCK * slope_H11).sigmoid_().mul_(bound).flatten(0, 1)
+    if block.empty_R is not None:
+        g.view(-1, K).index_fill_(0, block.empty_R, 0.0)
+        beta.view(-1).index_fill_(0, block.empty_R, 0.0)
+    alpha = g.exp()
+    QW = torch.empty_like(unit)
+    if bound is None:
+        rise, lift = alpha, _running_product(alpha)
+        pair = _pairs(alpha)
+        AN = _pair_products(unit, pair)
+        torch.mul(unit, lift[:, None], out=QW)
+        leaving, end = unit[:, 1] * pair[:, -1], lift[:, -1]
+    else:
+        rise, lift = _from_middle(alpha)
+        risen, sunk = unit * rise[:, None], unit[:, 1] / rise
+        AN = torch.bmm(risen.view(B, 2 * C, K), sunk.transpose(1, 2))
+        AN = AN.view(B, 2, C, C).tril_()
+        torch.mul(risen, lift[:, None], out=QW)
+        leaving, end = sunk.mul_(rise[:, -1:]), rise[:, -1:] * lift
+    R = _resolvent_(AN[:, 1], beta)
+    torch.neg(torch.bmm(R, QW[:, 1]), out=QW[:, 1])
+    OV = q.new_empty(B, 2, C, v.shape[2])
+    beta, stop = beta.squeeze(-1), stop.squeeze(-1)
+    inside = _Inside(
+        *(unit, shrink, x_MHCK.flatten(0, 1), g, beta, stop),
+        *(AN, QW, leaving, end.view(B, K, 1), OV, OV, rise, lift),
+    )
+    return inside, torch.bmm(R, v)
+
+
+def _norm(x: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+
+
+def _resolvent_(N: Tensor, beta: Tensor) -> Tensor:
+    """N, whose diagonal is not read, becomes (I + diag(β) N)⁻¹ diag(β)."""
+    lower = N * beta
+    lower.diagonal(dim1=1, dim2=2).fill_(1.0)
+    eye = torch.eye(lower.shape[1], dtype=lower.dtype, device=lower.device).expand_as(lower)
+    R = torch.linalg.solve_triangular(lower, eye, upper=False, unitriangular=True)
+    return torch.mul(R, beta.transpose(1, 2), out=N)
+
+
+def _from_middle(alpha_BCK: Tensor) -> tuple[Tensor, Tensor]:
+    """exp(G - M) [B, C, K] and exp M [B, 1, K], M the cumulative log-decay of the row before the
+    middle.
+
+    A chain of products, not the exponential of a sum: the rounding of a sum near 80 would be an
+    error of 4e-6 in every entry of A, while errors of the chain cancel in exp(G_i - G_j).
     """
-    width = S.shape[1]
-    W = inside.WU[..., :width]
-    dwritten = torch.bmm(inside.A.transpose(1, 2), do)
-    dS_out = torch.bmm(inside.decayed_q.transpose(1, 2), do)
-    carried = dfinal_NHKV.index_select(0, chunks.order_N)
-    for start, stop in reversed(chunks.steps):
-        rows = slice(start * heads, stop * heads)
-        dS = carried[: stop - start].flatten(0, 1)
-        dwritten[rows].baddbmm_(inside.leaving_k[rows], dS)
-        dS_in = dS_out[rows].addcmul(inside.end[rows][:, :, None], dS)
-        dS_in.baddbmm_(W[rows].transpose(1, 2), dwritten[rows], alpha=-1)
-        dS_out[rows] = dS
-        carried[: stop - start] = dS_in.unflatten(0, (-1, heads))
-    dinitial = torch.empty_like(carried)
-    dinitial[chunks.order_N] = carried
-    return dwritten, dS_out, dinitial
+    rise = torch.empty_like(alpha_BCK)
+    factors, rows = alpha_BCK.unbind(1), rise.unbind(1)
+    middle = len(rows) // 2 - 1
+    rows[middle].fill_(1.0)
+    for i in range(middle, 0, -1):
+        torch.div(rows[i], factors[i], out=rows[i - 1])
+    for i in range(middle + 1, len(rows)):
+        torch.mul(rows[i - 1], factors[i], out=rows[i])
+    return rise, (factors[0] / rows[0])[:, None]
+
+
+def _running_product(alpha_BCK: Tensor) -> Tensor:
+    """exp G [B, C, K]."""
+    fall = alpha_BCK.clone()
+    rows = fall.unbind(1)
+    for i in range(1, len(rows)):
+        rows[i].mul_(rows[i - 1])
+    return fall
+
+
+def _suffix_sums_(x_BCK: Tensor) -> Tensor:
+    """Each row plus all later rows, in place."""
+    rows = x_BCK.unbind(1)
+    for i in range(len(rows) - 2, -1, -1):
+        rows[i].add_(rows[i + 1])
+    return x_BCK
+
+
+def _prefix_sums_(x_BCK: Tensor) -> Tensor:
+    """Each row plus all earlier rows, in place."""
+    rows = x_BCK.unbind(1)
+    for i in range(1, len(rows)):
+        rows[i].add_(rows[i - 1])
+    return x_BCK
+
+
+def _hand_over(
+    inside: _Inside, U: Tensor, S: Tensor, final: Tensor, block: Block
+) -> tuple[Tensor, Tensor]:
+    """Walks the block's steps from the states S. Fills OV, and `final` where a span ends.
+
+    Returns the states that enter each chunk [B, K, V] and those after the last step.
+    """
+    B, _, C, V = inside.OV_B2CV.shape
+    QW, OV = inside.QW_B2CK.view(B, 2 * C, -1), inside.OV_B2CV.view(B, 2 * C, V)
+    inside.OV_B2CV[:, 0].zero_()
+    inside.OV_B2CV[:, 1] = U
+    count = block.steps[0][1]
+    states = S.new_empty(B + count, *S.shape[1:])
+    states[:count] = S[:count]
+    written_BVC = inside.OV_B2CV[:, 1]
+    leaving_BKC = inside.leaving_BCK.transpose(1, 2)
+    for (start, stop), following in zip(block.steps, block.following, strict=True):
+        S = states[start:stop]
+        OV[start:stop].baddbmm_(QW[start:stop], S)
+        after = states[stop : stop + stop - start]
+        torch.mul(S, inside.end_BK1[start:stop], out=after)
+        after.baddbmm_(leaving_BKC[start:stop], written_BVC[start:stop])
+        final[following : stop - start] = after[following:]
+        S = after
+    return states[:B], S
+
+
+def _hand_back(
+    inside: _Inside, dO: Tensor, dS: Tensor, dfinal: Tensor, block: Block, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The hand-over backwards from dS, the gradient of the states after the last step.
+
+    Returns the gradients of scale·o and Ṽ [B, 2, C, V], of the states that leave each chunk
+    [B, K, V], and of the states that enter the block.
+    """
+    B, _, C, V = inside.OV_B2CV.shape
+    dOV = torch.empty_like(inside.OV_B2CV)
+    torch.mul(dO, scale, out=dOV[:, 0])
+    from_o = torch.bmm(inside.AR_B2CC[:, 0].transpose(1, 2), dOV[:, 0])
+    flat, QW_BK2C = dOV.view(B, 2 * C, V), inside.QW_B2CK.view(B, 2 * C, -1).transpose(1, 2)
+    leaves = torch.empty_like(inside.S_BKV)
+    steps = list(zip(block.steps, block.following, strict=True))
+    leaves[steps[-1][0][0] : steps[-1][0][0] + len(dS)] = dS
+    for n, ((start, stop), following) in reversed(list(enumerate(steps))):
+        leaves[start + following : stop] = dfinal[following : stop - start]
+        out = leaves[start:stop]
+        dOV[start:stop, 1] = torch.baddbmm(from_o[start:stop], inside.leaving_BCK[start:stop], out)
+        if n:
+            before = steps[n - 1][0][0]
+            dS = leaves[before : before + stop - start]
+        else:
+            dS = torch.empty_like(out)
+        torch.mul(out, inside.end_BK1[start:stop], out=dS)
+        dS.baddbmm_(QW_BK2C[start:stop], flat[start:stop])
+    return dOV, leaves, dS
 
 
 def _inside_backward(
     inside: _Inside,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    S: Tensor,
-    written: Tensor,
-    do: Tensor,
-    dwritten: Tensor,
-    dS_out: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v, g and beta, all [B, C, ·]."""
-    width, beta = q.shape[2], inside.beta
-    dA = torch.bmm(do, written.transpose(1, 2)).tril_()
-    # A_ii holds no decay. Kept apart, so that its two equal shares of dG can't leave their rounding
-    # behind.
-    ddiagonal = dA.diagonal(dim1=1, dim2=2).unsqueeze(-1)
-    dq_same, dk_same = ddiagonal * k, ddiagonal * q
-    dA = dA.tril_(-1)
-    dq_state = torch.bmm(do, S.transpose(1, 2))
-    dleaving = torch.bmm(written, dS_out.transpose(1, 2))
-    dend = (dS_out * S).sum(-1)
-    dWU = torch.cat([torch.bmm(dwritten, S.transpose(1, 2)).neg_(), dwritten], dim=-1)
-    dright = torch.bmm(inside.inverse.transpose(1, 2), dWU)
-    dlower = torch.bmm(dright, inside.WU.transpose(1, 2)).neg_().tril_(-1)
-    dbeta = (dlower * inside.kk).sum(-1, keepdim=True)
-    dbeta += (dright[..., :width] * inside.decayed_k).sum(-1, keepdim=True)
-    dbeta += (dright[..., width:] * v).sum(-1, keepdim=True)
-    dkk = dlower.mul_(beta)
-    dright.mul_(beta)
-    dk_state, dv = dright[..., :width], dright[..., width:]
-    # Products of a gradient with what it belongs to: q·dq and k·dk give the gradient of the
-    # cumulative log-decay.
-    leave_G = dleaving * inside.leaving_k
-    leave_G[:, -1] = 0.0  # the last row leaves undecayed
-    dG = (dq_state * inside.decayed_q).addcmul_(dk_state, inside.decayed_k).sub_(leave_G)
-    dG_last = leave_G.sum(1) + dend * inside.end
-    if inside.anchored:
-        dq, dk, dG_pairs = _anchored_backward(inside, dA, dkk, dq_state, dk_state, dleaving)
+    dOV: Tensor,
+    leaves: Tensor,
+    bound: float | None,
+    out: tuple[Tensor, Tensor, Tensor, Tensor],
+) -> Tensor:
+    """Writes the gradients of q, k, v and b [B, C, ·] to `out`; returns that of g [B, C, K]."""
+    dq, dk, dv, db = out
+    B, _, C, V = dOV.shape
+    written, unit = inside.OV_B2CV[:, 1], inside.unit_B2CK
+    torch.bmm(inside.AR_B2CC[:, 1].transpose(1, 2), dOV[:, 1], out=dv)
+    # dβ = Σ dv·Ṽ / β²; where β underflows, its logit has no gradient left.
+    tiny = torch.finfo(dv.dtype).tiny
+    db[..., 0] = (dv * written).sum(-1) / inside.beta_BC.clamp_min(tiny) * inside.stop_BC
+    torch.neg(dv, out=dOV[:, 1])
+    flat = dOV.view(B, 2 * C, V)
+    dAN = torch.bmm(flat, written.transpose(1, 2)).view(B, 2, C, C)
+    # A_ii holds no decay. Kept apart, so that its two equal shares of dG can't leave their
+    # rounding behind.
+    own_BC1 = dAN[:, 0].diagonal(dim1=1, dim2=2).unsqueeze(-1).clone()
+    dAN.tril_(-1)
+    ddecayed = torch.bmm(flat, inside.S_BKV.transpose(1, 2)).view_as(unit)
+    dleaving = torch.bmm(written, leaves.transpose(1, 2))
+    backward = _pairwise_backward if bound is None else _anchored_backward
+    drow, dcolumn, along_B2C, dg = backward(inside, dAN, ddecayed, dleaving)
+    # A row's key decays on its way out by the rows after it, the state by all.
+    leave = dleaving.mul_(inside.leaving_BCK)
+    along_B2C[:, 1] += leave.sum(-1)
+    dg[:, 1:] += _prefix_sums_(leave)[:, :-1]
+    dg += (leaves * inside.S_BKV).sum(-1).mul_(inside.end_BK1.squeeze(-1))[:, None]
+    along_B2C += (own_BC1.squeeze(-1) * inside.AR_B2CC[:, 0].diagonal(dim1=1, dim2=2))[:, None]
+    drow[:, 0].addcmul_(own_BC1, unit[:, 1])
+    drow[:, 1].add_(dcolumn).addcmul_(own_BC1, unit[:, 0])
+    drow.addcmul_(unit, along_B2C[..., None], value=-1)
+    torch.mul(drow[:, 0], inside.shrink_B2C1[:, 0], out=dq)
+    torch.mul(drow[:, 1], inside.shrink_B2C1[:, 1], out=dk)
+    return dg
+
+
+def _gate_backward(
+    inside: _Inside,
+    dg: Tensor,
+    slope_H11: Tensor,
+    block: Block,
+    bound: float | None,
+    dz: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Writes the gradient of z; returns those of A_log [H, 1, 1] and of dt_bias [H, 1, K]."""
+    B, C, K = dg.shape
+    if block.empty_R is not None:
+        dg.view(-1, K).index_fill_(0, block.empty_R, 0.0)
+    shape = (B // len(slope_H11), len(slope_H11), C, K)
+    dg, g, x, dz = (y.view(shape) for y in (dg, inside.g_BCK, inside.x_BCK, dz))
+    if bound is None:
+        dA = (dg * g).sum((0, 2, 3)).view_as(slope_H11)
+        torch.mul(dg.mul_(x.sigmoid()), -slope_H11, out=dz)
     else:
-        dq, dk, dG_pairs = _pairwise_backward(q, k, g, dA, dkk, dq_state, dk_state, dleaving)
-    dG += dG_pairs
-    dG[:, -1] += dG_last
-    dg = dG.flip(1).cumsum(1).flip(1)
-    return dq.add_(dq_same), dk.add_(dk_same), dv, dg, dbeta
+        # bound·σ'(y) = g·σ(-y), since 1 - σ(y) has no digits left at a saturated gate.
+        dy = dg.mul_(g).mul_((x * -slope_H11).sigmoid_())
+        dA = (dy * x).sum((0, 2, 3)).view_as(slope_H11) * slope_H11
+        torch.mul(dy, slope_H11, out=dz)
+    return dA, dz.sum((0, 2)).unsqueeze(1)
 
 
 def _anchored_backward(
-    inside: _Inside,
-    dA: Tensor,
-    dkk: Tensor,
-    dq_state: Tensor,
-    dk_state: Tensor,
-    dleaving: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
-    rise, lift, qs, ks, ki = inside.anchored
-    dqs, dks = torch.bmm(dA, ki), torch.bmm(dkk, ki)
-    dki = torch.bmm(dA.transpose(1, 2), qs).baddbmm_(dkk.transpose(1, 2), ks)
-    dG = (dqs * qs).addcmul_(dks, ks).addcmul_(dki, ki, value=-1)
-    dq = dqs.addcmul_(dq_state, lift).mul_(rise)
-    drow = dks.addcmul_(dk_state, lift).mul_(rise)
-    dcolumn = dki.addcmul_(dleaving, rise[:, -1:]).div_(rise)
-    return dq, drow.add_(dcolumn), dG
+    inside: _Inside, dAN: Tensor, ddecayed: Tensor, dleaving: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q and k as rows of A, N and the decayed rows [B, 2, C, K], of k as their column
+    and as leaving [B, C, K]; their products with q and k, but for leaving, summed over channels
+    [B, 2, C]; gradient of the log-decay [B, C, K] by all but leaving keys and the end.
+    """
+    unit, rise = inside.unit_B2CK, inside.rise_BCK
+    B, _, C, K = unit.shape
+    risen, sunk, flat = unit * rise[:, None], unit[:, 1] / rise, dAN.view(B, 2 * C, C)
+    drow = torch.bmm(flat, sunk).view_as(unit)
+    drow.addcmul_(ddecayed, inside.lift_BxK[:, None]).mul_(rise[:, None])
+    dcolumn = torch.bmm(flat.transpose(1, 2), risen.view(B, 2 * C, K))
+    rows, columns = torch.mul(drow, unit, out=risen), sunk.mul_(dcolumn)
+    along = rows.sum(-1)
+    along[:, 1] += columns.sum(-1)
+    # exp(G_i - G_j) gains by G_i what it loses by G_j; what lies wholly after a row cancels.
+    dg = _suffix_sums_(torch.add(rows[:, 0], rows[:, 1]).sub_(columns))
+    dcolumn.addcmul_(dleaving, rise[:, -1:]).div_(rise)
+    return drow, dcolumn, along, dg
+
+
+def _pairs(alpha_BCK: Tensor) -> Tensor:
+    """exp(G_i - G_j) for i >= j, else 0: [B, C, C, K]. Products of decays, so nothing overflows."""
+    B, C, K = alpha_BCK.shape
+    pair = alpha_BCK.new_zeros(B, C, C, K)
+    pair.diagonal(dim1=1, dim2=2).fill_(1.0)
+    for i in range(1, C):
+        torch.mul(pair[:, i - 1, :i], alpha_BCK[:, i, None], out=pair[:, i, :i])
+    return pair
+
+
+def _pair_products(unit_B2CK: Tensor, pair: Tensor) -> Tensor:
+    """A and N [B, 2, C, C]."""
+    columns = pair * unit_B2CK[:, None, 1]
+    return torch.matmul(columns, unit_B2CK.permute(0, 2, 3, 1)).permute(0, 3, 1, 2).contiguous()
 
 
 def _pairwise_backward(
-    q: Tensor,
-    k: Tensor,
-    g: Tensor,
-    dA: Tensor,
-    dkk: Tensor,
-    dq_state: Tensor,
-    dk_state: Tensor,
-    dleaving: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
-    outward, _ = _from_middle(g)
-    pair = _pairwise(outward)
-    dq = torch.einsum("bij,bjc,bijc->bic", dA, k, pair)
-    drow = torch.einsum("bij,bjc,bijc->bic", dkk, k, pair)
-    dcolumn = torch.einsum("bij,bic,bijc->bjc", dA, q, pair)
-    dcolumn += torch.einsum("bij,bic,bijc->bjc", dkk, k, pair)
-    dG = (dq * q).addcmul_(drow, k).addcmul_(dcolumn, k, value=-1)
-    fall = g.cumsum(1).exp()
-    dq.addcmul_(dq_state, fall)
-    drow.addcmul_(dk_state, fall)
-    dcolumn.addcmul_(dleaving, (outward[:, -1:] - outward).exp())
-    return dq, drow.add_(dcolumn), dG
+    inside: _Inside, dAN: Tensor, ddecayed: Tensor, dleaving: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """As `_anchored_backward`, but nothing cancels: a row's decay is in the pairs around it."""
+    unit, pair = inside.unit_B2CK, _pairs(inside.rise_BCK)
+    k = unit[:, 1]
+    drow = torch.einsum("bsij,bijc->bsic", dAN, pair * k[:, None])
+    ddecayed = ddecayed * inside.lift_BxK[:, None]
+    dpair = torch.einsum("bsij,bsic->bijc", dAN, unit).mul_(pair)
+    dcolumn = dpair.sum(1)
+    drow += ddecayed
+    along = (drow * unit).sum(-1)
+    along[:, 1] += (dcolumn * k).sum(-1)
+    dcolumn.addcmul_(dleaving, pair[:, -1])
+    dg = _suffix_sums_(ddecayed.mul_(unit).sum(1))
+    around = dpair.mul_(k[:, None])
+    for i in range(len(k[0]) - 1, 0, -1):
+        if i + 1 < len(k[0]):
+            around[:, i, :i] += around[:, i + 1, :i]
+        dg[:, i] += around[:, i, :i].sum(1)
+    return drow, dcolumn, along, dg
