@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -133,56 +132,42 @@ def test_other_data_is_refused(corpus, straight, tmp_path):
         pretrain(replace(run, data=data), straight)
 
 
-def child(corpus: Path, out: Path, **changes) -> subprocess.Popen:
-    """The tiny run as a process of its own, which takes its time over each step."""
+def run_until_signalled(corpus: Path, out: Path, number: int, micro_batch: int):
+    """The tiny run as a process of its own, which gets a signal in a forward pass (from 1)."""
     code = (
-        "import sys, time\n"
+        "import os, sys\n"
         f"sys.path.insert(0, {str(HERE)!r})\n"
         "from pathlib import Path\n"
         "from tiny_run import tiny_run\n"
-        "from k3 import UserError\n"
         "from k3.train import pretrain as loop\n"
-        "plain = loop.losses\n"
-        "loop.losses = lambda *a: (time.sleep(0.1), plain(*a))[1]\n"
+        "plain, calls = loop.losses, []\n"
+        "def losses(*arguments):\n"
+        "    calls.append(None)\n"
+        f"    if len(calls) == {micro_batch}: os.kill(os.getpid(), {int(number)})\n"
+        "    return plain(*arguments)\n"
+        "loop.losses = losses\n"
         f"loop.pretrain(tiny_run(Path({str(corpus)!r})), Path({str(out)!r}))\n"
     )
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parent.parent)}
-    return subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=120
     )
 
 
-def wait_for_rows(process, out: Path, count: int) -> None:
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        path = out / "metrics.jsonl"
-        if path.exists() and len(path.read_bytes().splitlines()) >= count:
-            return
-        assert process.poll() is None, process.communicate()[0]
-        time.sleep(0.01)
-    raise AssertionError("no rows in 60 s")
-
-
 def test_kill_minus_nine(corpus, straight, tmp_path):
-    process = child(corpus, tmp_path)
-    wait_for_rows(process, tmp_path, 3)
-    process.send_signal(signal.SIGKILL)
-    assert process.wait(30) == -signal.SIGKILL
-    assert len(rows(tmp_path)) < 6
+    done = run_until_signalled(corpus, tmp_path, signal.SIGKILL, 8)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3]
     pretrain(tiny_run(corpus), tmp_path)
     assert learned(tmp_path) == learned(straight)
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_lets_the_step_finish_and_saves(corpus, straight, tmp_path, number, code):
-    process = child(corpus, tmp_path)
-    wait_for_rows(process, tmp_path, 2)
-    process.send_signal(number)
-    said = process.communicate(timeout=30)[0]
-    assert process.returncode == code, said
-    step = rows(tmp_path)[-1]["step"]
-    assert 2 <= step < 6
-    last = said.strip().splitlines()[-1]
-    assert last.startswith(f"stopped after step {step} of 6; ") and str(tmp_path) in last
+    done = run_until_signalled(corpus, tmp_path, number, 8)
+    assert done.returncode == code, done.stderr
+    assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3, 4]
+    last = done.stdout.strip().splitlines()[-1]
+    assert last.startswith("stopped after step 4 of 6; ") and str(tmp_path) in last
     pretrain(tiny_run(corpus), tmp_path)
     assert learned(tmp_path) == learned(straight)
