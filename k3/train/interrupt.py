@@ -23,11 +23,6 @@ class Stop:
     def __init__(self) -> None:
         self.signal: int | None = None
 
-    @property
-    def exit_code(self) -> int:
-        """130 after SIGINT, 143 after SIGTERM."""
-        return 128 + (self.signal or 0)
-
 
 @contextmanager
 def signals(say: Callable[[str], None]) -> Iterator[Stop]:

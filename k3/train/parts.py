@@ -113,17 +113,17 @@ def restore(run: RunConfig, out: Path, parts: Parts, mesh: Mesh) -> int:
 
     UserError where the configuration, the data or a tensor is not the saved one.
     """
-    folder = latest_step(out / STEPS)
-    if folder is None:
-        return 0
-    saved = load_step(folder)
-    refuse_changes(saved.config, run, str(folder))
-    _restore_weights(parts.model, saved.tensors, folder)
-    parts.optimizer.load_state_dict(saved.optimizer)
-    parts.loader.load_state_dict(saved.state["loader"])
-    _restore_generators(saved.state["rng"])
+    done, folder = 0, latest_step(out / STEPS)
+    if folder is not None:
+        saved = load_step(folder)
+        refuse_changes(saved.config, run, str(folder))
+        _restore_weights(parts.model, saved.tensors, folder)
+        parts.optimizer.load_state_dict(saved.optimizer)
+        parts.loader.load_state_dict(saved.state["loader"])
+        _restore_generators(saved.state["rng"])
+        done = saved.step
     assert same_everywhere(weights(parts.model).values(), mesh), "ranks hold different weights"
-    return int(saved.step)
+    return done
 
 
 @torch.no_grad()

@@ -30,7 +30,8 @@ from k3.train.metrics import memory_mb
 from k3.train.parts import build, save
 from k3.train.run_folder import finish, open_run
 
-GO_ON, SAVE, STOP = 0, 1, 2
+GO_ON, SAVE = 0, 1
+"""What a rank may want after a step; a number above is the signal to stop for."""
 
 
 def pretrain(run: RunConfig, out: Path | str, resume: str = "auto") -> dict[str, Any]:
@@ -102,10 +103,10 @@ def pretrain(run: RunConfig, out: Path | str, resume: str = "auto") -> dict[str,
                 if wish != GO_ON:
                     save(run, log.out, step, parts, mesh)
                     log.saved_step, saved_at = step, time.monotonic()
-                if wish == STOP and not last:
+                if wish > SAVE and not last:
                     log.stopped(step)
-                    raise SystemExit(stop.exit_code)
-            return finish(run, parts, log)
+                    raise SystemExit(128 + wish)
+        return finish(run, parts, log)
 
 
 def _turn(step: int, every: int) -> bool:
@@ -115,7 +116,7 @@ def _turn(step: int, every: int) -> bool:
 def _wish(run: RunConfig, step: int, since_save_s: float, stop: Stop) -> int:
     """What this rank wants after step `step`; the ranks follow the strongest wish among them."""
     if stop.signal is not None:
-        return STOP
+        return stop.signal
     stage_ended = run.save_at_stages and step in stage_ends(run.stages, run.steps)
     due = since_save_s >= run.save_every_s
     return SAVE if due or stage_ended or step == run.steps else GO_ON
