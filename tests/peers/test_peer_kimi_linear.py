@@ -59,7 +59,7 @@ def kimi_linear(layers: int, **changes: Any) -> K3Config:
 MODELS = {
     "4-layers": kimi_linear(4),
     "3-layers-24": kimi_linear(3, kda__head_dim=24, kda__num_heads=5, mla__q_lora_rank=28),
-    "8-layers-32": kimi_linear(8, kda__head_dim=32, kda__num_heads=1, moe__num_shared_experts=2),
+    "8-layers-32": kimi_linear(8, kda__head_dim=32, kda__num_heads=2, moe__num_shared_experts=2),
 }
 
 
