@@ -62,6 +62,8 @@ class Plan:
             "sample_every": every,
             # Often enough that the run can be killed early on.
             "save_every_s": round(self.minutes * 3, 1),
+            # Rounded to bfloat16, two engines part at the first near tie of a greedy continuation.
+            "export_dtype": "float32",
         }
         flags = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
         words = ["train", "nano", *ARMS[arm], "--steps", str(self.steps), *flags]
