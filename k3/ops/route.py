@@ -34,7 +34,9 @@ def route(
     """The k largest of scores + bias, weighed by the scores without the bias.
 
     scores_Tn fp32 (sigmoid outputs), bias_n fp32. Equal biased scores go to the lower index, on
-    every device. With `renormalize`, weights are divided by their sum + 1e-20; then times `scale`.
+    every device. With `renormalize` and k > 1, weights are divided by their sum + 1e-20 (a single
+    weight keeps its score, as in the released code: divided by itself it would be 1 and teach the
+    router nothing); then times `scale`.
     `routes_Tk` int64 forces the experts: their weights are still gathered from the dense scores, so
     they carry gradients. The bias takes no gradient. `check` refuses a row that is not finite, at
     the price of one host synchronisation on a GPU. Raises ValueError naming the first bad row; on k
@@ -52,7 +54,7 @@ def route(
     cutoff_T = top_T[:, k] if k < num_experts else torch.full_like(top_T[:, 0], -torch.inf)
     indices_Tk = index_T[:, :k] if routes_Tk is None else _forced(routes_Tk, scores_Tn, k)
     weights_Tk = scores_Tn.gather(1, indices_Tk)
-    if renormalize:
+    if renormalize and k > 1:
         weights_Tk = weights_Tk / (weights_Tk.sum(-1, keepdim=True) + 1e-20)
     return Route(indices_Tk, weights_Tk if scale == 1.0 else weights_Tk * scale, cutoff_T)
 

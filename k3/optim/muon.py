@@ -47,7 +47,7 @@ class OptimConfig:
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     adamw_lr_scale: float = 1.0
-    """AdamW's learning rate over Muon's."""
+    """Learning rate of embedding, head, norms and vectors over that of the matrices."""
     grad_clip: float = 1.0
     """Largest global gradient norm; 0 turns clipping off."""
     qk_clip: float | None = 100.0
@@ -100,6 +100,18 @@ def block_scale(shape: tuple[int, ...], update_rms: float) -> float:
     return update_rms * float(max(shape[-2:])) ** 0.5
 
 
+def _peak_lr(param: Tensor, facts: ParamFacts, config: OptimConfig) -> float:
+    """Matrices take `lr`, whichever rule moves them; everything else `lr * adamw_lr_scale`.
+
+    A pseudo-query is one vector against normalised keys: D equal steps of size lr would move its
+    score by lr * D at once and saturate the mix in a few steps, so it takes 1/sqrt(D) of that.
+    """
+    if facts.role in MATRIX_ROLES:
+        return config.lr
+    scale = param.shape[-1] ** -0.5 if facts.role == "query" else 1.0
+    return config.lr * config.adamw_lr_scale * scale
+
+
 class Muon(Optimizer):
     """Muon and AdamW side by side; state in float32, keyed by parameter name.
 
@@ -115,23 +127,22 @@ class Muon(Optimizer):
         config: OptimConfig,
     ) -> None:
         named = [(n, p) for n, p in named_params if p.requires_grad and not facts[n].frozen]
-        muon = [n for n, _ in named if config.kind != "adamw" and facts[n].role in MATRIX_ROLES]
-        for name, param in named:
-            if name in muon:
-                _check_cut(name, param, facts[name], config.kind == "per_head")
+        rule = "adamw" if config.kind == "adamw" else "muon"
         self.config = config
         self.facts = {name: facts[name] for name, _ in named}
         self.names = {param: name for name, param in named}
-        lrs = {"muon": config.lr, "adamw": config.lr * config.adamw_lr_scale}
+        matrices = [(n, p) for n, p in named if facts[n].role in MATRIX_ROLES]
+        if rule == "muon":
+            for name, param in matrices:
+                _check_cut(name, param, facts[name], config.kind == "per_head")
+        groups: dict[tuple[str, float], list[Tensor]] = {}
+        for name, param in named:
+            own = rule if facts[name].role in MATRIX_ROLES else "adamw"
+            groups.setdefault((own, _peak_lr(param, facts[name], config)), []).append(param)
         super().__init__(
             [
-                {
-                    "params": [p for n, p in named if (n in muon) == (rule == "muon")],
-                    "rule": rule,
-                    "lr": lr,
-                    "initial_lr": lr,
-                }
-                for rule, lr in lrs.items()
+                {"params": params, "rule": own, "lr": lr, "initial_lr": lr}
+                for (own, lr), params in groups.items()
             ],
             {},
         )

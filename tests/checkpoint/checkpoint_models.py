@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import torch
+from awake import awake
 from safetensors.torch import load_file, save_file
 
 from k3.model.config import AttnResConfig, K3Config
@@ -50,7 +51,7 @@ INDEX = "model.safetensors.index.json"
 def made(config: K3Config, seed: int = 0) -> K3:
     """A model in which every tensor, islands and biases too, is drawn at random."""
     torch.manual_seed(seed)
-    model = K3(config).eval()
+    model = awake(K3(config)).eval()
     for tensor in [*model.parameters(), *model.buffers()]:
         tensor.data += 0.1 * torch.randn_like(tensor)
     return model

@@ -13,6 +13,7 @@ from functools import cache
 import plain_formulas as plain
 import pytest
 import torch
+from awake import awake
 from checker import assert_close
 from torch import Tensor
 
@@ -58,7 +59,7 @@ DTYPES = pytest.mark.parametrize("dtype", LIMIT, ids=str)
 def model(dtype: torch.dtype) -> K3:
     """Nothing at its starting value; the decay reaches both ends of its range."""
     torch.manual_seed(0)
-    made = K3(CONFIG).eval()
+    made = awake(K3(CONFIG)).eval()
     with torch.no_grad():
         for name, facts in made.param_facts().items():
             p = made.get_parameter(name)

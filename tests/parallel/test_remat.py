@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from awake import awake
 
 from k3 import UserError
 from k3.model.presets import preset
@@ -24,7 +25,7 @@ def tiny(**changes) -> K3:
         **changes,
     )
     torch.manual_seed(0)
-    return K3(config, dtype=torch.float32)
+    return awake(K3(config, dtype=torch.float32))
 
 
 def step(model: K3):

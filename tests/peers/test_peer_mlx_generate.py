@@ -52,7 +52,7 @@ def opened(tmp_path_factory: pytest.TempPathFactory) -> Opened:
     folder = tmp_path_factory.mktemp("nano") / "hf"
     text = [inspect.getsource(module) for module in (argparse, ast, inspect, json, typing)]
     config = nano()
-    model, tokenizer = random_model(config), Tokenizer.train(text, config.vocab_size)
+    model, tokenizer = random_model(config, 0), Tokenizer.train(text, config.vocab_size)
     save_released(model, folder, tokenizer=tokenizer, dtype="float32")
     MLX(folder)  # chooses the CPU
     from mlx_lm import load

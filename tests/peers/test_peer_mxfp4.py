@@ -91,7 +91,7 @@ def test_every_byte_means_the_same(theirs: _Theirs) -> None:
 
 
 def test_packed_checkpoint(theirs: _Theirs, tmp_path: Path) -> None:
-    model = random_model(tiny(4, kda__head_dim=24, attnres__block_size=3))
+    model = random_model(tiny(4, kda__head_dim=24, attnres__block_size=3), 0)
     save_released(model, tmp_path / "packed", experts="mxfp4")
     tensors, again = stored(tmp_path / "packed"), load_released(tmp_path / "packed")
     declared = json.loads((tmp_path / "packed" / "config.json").read_text())
