@@ -19,8 +19,6 @@ from k3.ops.spans import Spans
 CLEAR = 1e-5
 """Smallest distance between the last chosen expert and the next, in every choice: closer ones are
 decided by rounding, differently in every implementation."""
-STEADY = 4e-6
-"""Largest relative RMS error of our own fp32 gradients in a comparison."""
 
 WRITERS = (
     "self_attn.o_proj.weight",
@@ -58,19 +56,22 @@ def tiny(layers: int = 4, **changes: Any) -> K3Config:
 
 
 @torch.no_grad()
-def random_model(config: K3Config, seed: int) -> K3:
+def random_model(config: K3Config, seed: int = 2) -> K3:
     """Our initialisation, then every query, norm, decay and selection bias moved off its start.
 
-    Sublayers write at 1/sqrt(2L) of their usual size: at full size a deep random network enlarges
-    rounding errors a thousandfold, in every implementation alike, and the comparison would have to
-    be as lax.
+    Sublayers write 1/sqrt(2L) beside an embedding of 1: where they write as much as they read, a
+    deep random network enlarges rounding errors a thousandfold, in every implementation alike, and
+    the comparison would have to be as lax. Latents and keys are small before their norms, so that
+    the eps of each norm is seen.
     """
     torch.manual_seed(seed)
     model = awake(K3(config)).eval()
     for name, facts in model.param_facts().items():
         p = model.get_parameter(name)
         noise = torch.randn_like(p)
-        if facts.role == "query":
+        if facts.role == "embedding":
+            p.copy_(noise)
+        elif facts.role == "query":
             p.copy_(0.5 * noise * p.shape[-1] ** -0.5)
         elif facts.role == "norm":
             p.add_(0.2 * noise)
@@ -88,28 +89,17 @@ def random_model(config: K3Config, seed: int) -> K3:
 
 
 def comparable(config: K3Config, count: int) -> tuple[K3, list[int]]:
-    """A random model and ids on which implementations can be held to tight tolerances: no near tie
-    in any router, and gradients that fp32 determines well (ours in fp32 and fp64 are `STEADY`; the
-    gradient of an A_log sums over all tokens and sometimes all but cancels).
+    """A random model and ids with no near tie in any router.
 
     Ordinary ids only: the released code leaves the pad row of the embedding without a gradient.
     """
+    model = random_model(config)
     for seed in range(20):
-        model = random_model(config, seed)
         generator = torch.Generator().manual_seed(seed)
         ids_T = torch.randint(0, config.vocab_size - 256, (count,), generator=generator)
-        ids = ids_T.tolist()
-        if _smallest_gap(model, ids_T) > CLEAR and _rounding(model, ids) < STEADY:
-            return model, ids
-    raise AssertionError("no comparable model in 20 draws")
-
-
-def _rounding(model: K3, ids: list[int]) -> float:
-    """Largest relative RMS error of our fp32 gradients."""
-    exact = K3(model.config, dtype=torch.float64).eval().double()
-    exact.load_state_dict(model.state_dict())
-    actual, expected = loss_and_gradients(model, ids)[1], loss_and_gradients(exact, ids)[1]
-    return max(rms_error(actual[name], expected[name]) for name in expected)
+        if _smallest_gap(model, ids_T) > CLEAR:
+            return model, ids_T.tolist()
+    raise AssertionError("no ids without a near tie in 20 draws")
 
 
 def rms_error(actual: Tensor, expected: Tensor) -> float:
