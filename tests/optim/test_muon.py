@@ -248,6 +248,20 @@ def test_learning_rate_and_decay_apply_to_both_rules():
     assert torch.equal(params["n"], before["n"])
 
 
+def test_matrices_take_lr_under_either_rule_and_queries_less():
+    facts = {"w": MATRIX, "n": NORM, "q": ParamFacts("query", decay=False)}
+    for kind in ("per_head", "adamw"):
+        params = {"w": torch.ones(4, 16), "n": torch.ones(16), "q": torch.ones(1, 16)}
+        named = [(name, nn.Parameter(value)) for name, value in params.items()]
+        optimizer = Muon(named, facts, OptimConfig(kind=kind, lr=0.1, adamw_lr_scale=2.0))
+        names = {
+            optimizer.names[param]: group["initial_lr"]
+            for group in optimizer.param_groups
+            for param in group["params"]
+        }
+        assert names == pytest.approx({"w": 0.1, "n": 0.2, "q": 0.2 / 4})
+
+
 def test_facts_that_do_not_fit_are_refused():
     for shape, facts in [
         ((4, 4, 4), MATRIX),

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from awake import awake
 from tiny_run import tiny_run
 
 from k3.data.loader import Loader
@@ -20,7 +21,8 @@ ALONE = Mesh(0, 1, torch.device("cpu"))
 def made(corpus):
     run = tiny_run(corpus)
     torch.manual_seed(0)
-    return run, K3(run.model, dtype=torch.float32), Loader(run.data)
+    model = awake(K3(run.model, dtype=torch.float32))
+    return run, model, Loader(run.data)
 
 
 def test_bits_per_byte_by_hand(made):

@@ -10,6 +10,7 @@ from tiny_run import tiny_model, tiny_run
 
 from k3 import UserError
 from k3.train.config import Stage, refuse_changes, to_dict
+from k3.train.curriculum import tokens_until
 
 RUN = tiny_run(Path("corpus"))
 
@@ -23,10 +24,6 @@ RUN = tiny_run(Path("corpus"))
         ({"remat": "all"}, "got 'all'"),
         ({"stages": (Stage(32, 0.5),)}, "stages: shares must sum to 1, got 0.5"),
         ({"stages": ()}, "stages: shares must sum to 1, got 0"),
-        (
-            {"stages": (Stage(65, 1.0),)},
-            "context 65 does not fit into data.tokens_per_micro_batch 64",
-        ),
         ({"stages": (Stage(0, 1.0),)}, "context and share must be positive"),
         (
             {"model": tiny_model(max_position_embeddings=48)},
@@ -75,3 +72,10 @@ def test_the_same_run_and_allowed_changes_pass():
 def test_any_other_change_names_field_and_both_values(change, message):
     with pytest.raises(UserError, match=re.escape(message)):
         refuse_changes(saved(), replace(RUN, **change), "here")
+
+
+def test_a_micro_batch_holds_at_least_one_window_and_tokens_add_up():
+    run = replace(RUN, stages=(Stage(32, 0.5), Stage(128, 0.5)), steps=4, micro_batches=2)
+    run = replace(run, model=tiny_model(max_position_embeddings=128))
+    assert [run.step_tokens(context) for context in (32, 64, 128)] == [128, 128, 256]
+    assert [tokens_until(run, step) for step in range(5)] == [0, 128, 256, 512, 768]
