@@ -132,6 +132,7 @@ def train(
     from k3.data.loader import SourceConfig
     from k3.recipes.overrides import override
     from k3.recipes.pretrain import recipe as named
+    from k3.train.curriculum import tokens_until
     from k3.train.pretrain import pretrain
 
     if resume and fresh:
@@ -145,7 +146,7 @@ def train(
     if fresh and is_first_rank():
         _clear(out)
     text = ", ".join(source.label for source in run.data.sources)
-    size = f"{run.steps} steps of {run.tokens_per_step:,} tokens"
+    size = f"{run.steps} steps, {tokens_until(run, run.steps):,} tokens"
     say(f"train: {run.name} on {text}: {size}, into {out}")
     pretrain(run, out, resume="must" if resume else "auto")
     say(f"results: {out}/report.html, {out}/summary.json, {out}/hf")

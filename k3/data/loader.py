@@ -100,6 +100,10 @@ class DataConfig:
             if getattr(self, name) < 0:
                 raise UserError(f"data.{name} must not be negative, got {getattr(self, name)}")
 
+    def micro_batch_tokens(self, context: int) -> int:
+        """Tokens of a micro-batch at a context length: never less than one whole window."""
+        return max(self.tokens_per_micro_batch, context)
+
 
 @dataclass
 class _Stream:
@@ -168,7 +172,7 @@ class Loader:
         """This rank's part of the next `world` micro-batches, in windows of at most `context`
         tokens."""
         assert 0 <= rank < world and context > 0
-        tokens = self.config.tokens_per_micro_batch
+        tokens = self.config.micro_batch_tokens(context)
         for number in range(world):
             stream = self._streams[self._mixture.draw()]
             begin = stream.take(tokens, context)

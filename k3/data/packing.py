@@ -1,11 +1,12 @@
-"""Windows of documents on an endless token stream, and any stretch of it as a batch, without reading
-what lies before.
+"""Windows of documents on an endless token stream, and any stretch of it as a batch, without
+reading what lies before.
 
-A window is what one span may see: `context` tokens of a document, or its shorter rest. The stream is
-epoch after epoch of all windows, each epoch in its own order, so that one batch holds windows of many
-documents: neighbours of one file in one batch would make its gradient that of a single file. Pack i of
-T tokens is the stretch [i*T, (i+1)*T); every token of an epoch is read exactly once, and only a
-position needs to be kept. Another context cuts other windows, so it begins at the next epoch.
+A window is what one span may see: `context` tokens of a document, or its shorter rest. The stream
+is epoch after epoch of all windows, each epoch in its own order, so that one batch holds windows of
+many documents: neighbours of one file in one batch would make its gradient that of a single file.
+Pack i of T tokens is the stretch [i*T, (i+1)*T); every token of an epoch is read exactly once, and
+only a position needs to be kept. Another context cuts other windows, so it begins at the next
+epoch.
 """
 
 from __future__ import annotations

@@ -25,9 +25,14 @@ def nano() -> RunConfig:
     return RunConfig(
         name="nano",
         model=preset("nano"),
-        data=DataConfig(vocab_size=2048, max_bytes=24_000_000, tokenizer_bytes=4_000_000),
-        optim=OptimConfig(lr=6e-3),
-        stages=(Stage(256, 0.6), Stage(1024, 0.25), Stage(4096, 0.15)),
+        data=DataConfig(
+            vocab_size=2048,
+            tokens_per_micro_batch=2048,
+            max_bytes=24_000_000,
+            tokenizer_bytes=4_000_000,
+        ),
+        optim=OptimConfig(lr=1e-2, adamw_lr_scale=2.0, betas=(0.8, 0.95), grad_clip=0.3),
+        stages=(Stage(256, 0.85), Stage(1024, 0.1), Stage(4096, 0.05)),
         steps=1000,
         micro_batches=1,
         eval_every=100,

@@ -39,7 +39,9 @@ class RunConfig:
     steps: int = 1000
     """Optimizer steps of the whole run."""
     micro_batches: int = 1
-    """Packs of `data.tokens_per_micro_batch` tokens per optimizer step, over all ranks."""
+    """Packs per optimizer step, over all ranks, of `data.tokens_per_micro_batch` tokens (or of one
+    window where that is longer).
+    """
     seed: int = 0
     """Of the initial weights."""
     device: str = "auto"
@@ -105,24 +107,18 @@ class RunConfig:
         total = sum(stage.share for stage in self.stages)
         if not self.stages or abs(total - 1.0) > 1e-6:
             raise UserError(f"stages: shares must sum to 1, got {total:g}")
-        pack = self.data.tokens_per_micro_batch
         for stage in self.stages:
             if stage.share < 0 or stage.context < 1:
                 raise UserError(f"stages: context and share must be positive, got {stage}")
-            if stage.context > pack:
-                raise UserError(
-                    f"stages: context {stage.context} does not fit into "
-                    f"data.tokens_per_micro_batch {pack}"
-                )
             if stage.context > self.model.max_position_embeddings:
                 raise UserError(
                     f"stages: context {stage.context} is above "
                     f"model.max_position_embeddings {self.model.max_position_embeddings}"
                 )
 
-    @property
-    def tokens_per_step(self) -> int:
-        return self.micro_batches * self.data.tokens_per_micro_batch
+    def step_tokens(self, context: int) -> int:
+        """Tokens of one optimizer step at a context length, over all ranks."""
+        return self.micro_batches * self.data.micro_batch_tokens(context)
 
 
 MAY_CHANGE = {

@@ -22,7 +22,7 @@ from k3.optim.schedule import lr_at
 from k3.parallel.data_parallel import sum_gradients
 from k3.parallel.mesh import open_mesh
 from k3.train.config import RunConfig
-from k3.train.curriculum import stage_at, stage_ends
+from k3.train.curriculum import stage_at, stage_ends, tokens_until
 from k3.train.evaluate import evaluate, samples
 from k3.train.interrupt import Stop, signals
 from k3.train.loss import StepSums, count_targets, losses, per_token
@@ -84,8 +84,8 @@ def pretrain(run: RunConfig, out: Path | str, resume: str = "auto") -> dict[str,
                     qk_clip_(model.named_parameters(), facts, sums.max_logit_LH, run.optim.qk_clip)
 
                 # Metrics.
-                place = {"step": step, "tokens": step * run.tokens_per_step, "stage": stage}
-                speed = run.tokens_per_step / (time.perf_counter() - began)
+                place = {"step": step, "tokens": tokens_until(run, step), "stage": stage}
+                speed = run.step_tokens(context) / (time.perf_counter() - began)
                 row |= {"context": context, "lr": run.optim.lr * rate, "tokens_per_s": speed}
                 row |= {"memory_mb": memory_mb(mesh.device), **(load.row() if load else {})}
                 log.step(place | row)

@@ -26,6 +26,7 @@ from k3.parallel.mesh import Mesh
 from k3.report.page import write_page
 from k3.report.runs import read_run
 from k3.train.config import RunConfig, to_dict
+from k3.train.curriculum import tokens_until
 from k3.train.interrupt import one_line_failures
 from k3.train.metrics import Board, JsonLines, Row
 from k3.train.parts import STEPS, Parts, restore
@@ -65,8 +66,9 @@ class RunFolder:
         for corpus in parts.loader.corpora.values():
             self.display.say(corpus.describe())
         self.display.say(
-            f"{run.name}: {total:,} parameters, {active:,} active; {run.steps} steps of "
-            f"{run.tokens_per_step:,} tokens on {self.mesh.world} x {self.mesh.device}; {self.out}"
+            f"{run.name}: {total:,} parameters, {active:,} active; {run.steps} steps, "
+            f"{tokens_until(run, run.steps):,} tokens, on {self.mesh.world} x {self.mesh.device}; "
+            f"{self.out}"
         )
         if done:
             self.display.say(f"going on after step {done}")
@@ -156,7 +158,7 @@ def finish(run: RunConfig, parts: Parts, log: RunFolder) -> dict[str, Any]:
 def _summary(run: RunConfig, parts: Parts, log: RunFolder) -> dict[str, Any]:
     kept = read_run(log.out)
     last, rows = kept.metrics[-1], kept.metrics
-    seconds = sum(run.tokens_per_step / row["tokens_per_s"] for row in rows)
+    seconds = sum(run.step_tokens(row["context"]) / row["tokens_per_s"] for row in rows)
     total, active = _count_parameters(run)
     return {
         "name": run.name,

@@ -184,7 +184,7 @@ def test_padding_never_enters_the_statistics() -> None:
     padded_ids = torch.cat([tokens, torch.full((14,), model.config.pad_token_id)])
     padded = model(padded_ids, Spans.from_lengths([20, 10], padding=14)).stats
     assert torch.equal(clean["expert_load"], padded["expert_load"])
-    # A product over more rows may round a margin across the edge of its bin; it counts all the same.
+    # A product over more rows may round a margin across the edge of its bin; it still counts.
     moved = (clean["histogram"] - padded["histogram"]).abs().sum()
     assert moved <= 8 and clean["histogram"].sum() == padded["histogram"].sum()
     assert_close("max_logit", padded["max_logit"], clean["max_logit"], 1e-6)
