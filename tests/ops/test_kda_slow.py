@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-
 from checker import assert_close
 from test_kda import BOUNDS, SHIFTS, draw, every_split, run
 
