@@ -20,7 +20,7 @@ $(VENV)/.ready: pyproject.toml $(PIN)
 	@bash .ci/setup "$(VENV)" "$(TORCH)"
 	@touch "$@"
 
-demo: setup ## eight minutes: train nano on this machine's Python source, resume, sample, report
+demo: setup ## minutes: train nano on this machine's Python source, resume, sample, report
 	@$(PY) -m k3 demo
 
 test: setup ## the default tests

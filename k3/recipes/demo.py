@@ -32,8 +32,10 @@ Say = Callable[[str], None]
 ARMS: dict[str, tuple[str, ...]] = {"nano": (), "plain": ("--arm", "plain")}
 LOOKS = 6
 """Held-out evaluations and samples of a run."""
-TRAINING_SHARE = 0.8
-"""Of the time given, what steps may take; the rest goes to evaluations, samples and starting."""
+LOOKING_STEPS = 40
+"""What the evaluations and samples of a run cost, in training steps."""
+TRAINING_SHARE = 0.9
+"""Of the time given; the rest is for starting processes."""
 REPEATED = 3
 """Steps that the killed run is let past its last step folder, to be done again after it."""
 K3 = (sys.executable, "-m", "k3")
@@ -114,11 +116,18 @@ def _plan(out: Path, minutes: float, steps: int | None, say: Say) -> Plan:
         say(f"  - {line}")
     per_step = _measured(say)
     if steps is None:
-        steps = max(LOOKS, int(minutes * 60 * TRAINING_SHARE / sum(per_step.values())))
-    say(f"{steps} steps each take about {steps * sum(per_step.values()) / 60:.1f} minutes for both")
+        steps = steps_for(minutes, per_step)
+    expected = (steps + LOOKING_STEPS) * sum(per_step.values()) / 60
+    say(f"{steps} steps each, with evaluations about {expected:.1f} minutes for both")
     out.mkdir(parents=True, exist_ok=True)
     (out / "demo.json").write_text(json.dumps({"steps": steps, "minutes": minutes}) + "\n")
     return Plan(steps, minutes)
+
+
+def steps_for(minutes: float, per_step: dict[str, float]) -> int:
+    """Steps of each arm that fit into `minutes` with their evaluations; at least 12."""
+    affordable = minutes * 60 * TRAINING_SHARE / sum(per_step.values())
+    return max(2 * LOOKS, int(affordable) - LOOKING_STEPS)
 
 
 def _measured(say: Say) -> dict[str, float]:

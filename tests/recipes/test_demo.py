@@ -106,7 +106,9 @@ def test_an_unfinished_demo_goes_on_with_its_own_plan(tmp_path: Path, trainer):
 
 def test_time_decides_the_steps(tmp_path: Path, trainer):
     summary, _ = run(tmp_path / "demo", steps=None)
-    assert summary["tokens"] == 100 * int(60 * module.TRAINING_SHARE / 0.8)
+    steps = int(60 * module.TRAINING_SHARE / 0.8) - module.LOOKING_STEPS
+    assert summary["tokens"] == 100 * steps > 0
+    assert module.steps_for(1.0, {"nano": 60.0, "plain": 60.0}) == 2 * module.LOOKS
 
 
 def test_a_training_over_too_soon_is_said(tmp_path: Path, trainer):
