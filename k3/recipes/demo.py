@@ -38,6 +38,7 @@ TRAINING_SHARE = 0.9
 """Of the time given; the rest is for starting processes."""
 REPEATED = 3
 """Steps that the killed run is let past its last step folder, to be done again after it."""
+COMPRESSORS = {"gzip -9": "gzip -9, file by file", "xz -9": "xz -9e, all files as one"}
 K3 = (sys.executable, "-m", "k3")
 """What starts a training; the tests put a quicker one in its place."""
 NEXT = (
@@ -302,5 +303,7 @@ def _rows(nano: Run, plain: Run) -> list[tuple[Any, ...]]:
         for name, run in (("nano (K3)", nano), ("plain transformer", plain))
     ]
     others = nano.summary["baselines"].items()
-    rows += [(name, f"{bits:.3f}", None, None, None) for name, bits in others]
+    rows += [
+        (COMPRESSORS.get(name, name), f"{bits:.3f}", None, None, None) for name, bits in others
+    ]
     return sorted(rows, key=lambda row: float(row[1]))
