@@ -243,6 +243,13 @@ class K3Config:
             self.activation in ACTIVATIONS,
             f"activation: one of {tuple(ACTIVATIONS)}, got {self.activation!r}",
         )
+        if "mla" in self.attn_layers and "mha" in self.attn_layers:
+            assert self.mla is not None and self.mha is not None
+            heads = (self.mla.num_heads, self.mha.num_heads)
+            _require(
+                heads[0] == heads[1],
+                f"mla and mha layers in one model need equal heads, got {heads[0]} and {heads[1]}",
+            )
         _require(
             self.num_nextn_predict_layers == 0 or self.mla is not None,
             f"num_nextn_predict_layers {self.num_nextn_predict_layers} needs `mla`, got None",

@@ -17,6 +17,8 @@ from k3.model.config import (
     VisionConfig,
 )
 
+MAX_LAYERS = 10_000
+
 _VISION_KEYS = {
     "patch_size": "patch_size",
     "init_pos_emb_height": "init_pos_emb_height",
@@ -181,18 +183,23 @@ class _Keys:
         self.section, self.values = section, values
 
     def get(self, key: str, kind: type, default: Any = ...) -> Any:
-        value = self.values.get(key, default)
-        if value is ...:
-            raise UserError(f"config.json: {self.section}.{key} is missing")
-        if value is None or (
-            kind is float and isinstance(value, int) and not isinstance(value, bool)
-        ):
-            return value if value is None else float(value)
+        """The value of `key`; null is the same as absent."""
+        value = self.values.get(key)
+        if value is None:
+            if default is ...:
+                raise UserError(f"config.json: {self.section}.{key} is missing")
+            return default
+        if kind is float and isinstance(value, int) and not isinstance(value, bool):
+            return float(value)
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
             raise UserError(
                 f"config.json: {self.section}.{key} must be {kind.__name__}, got {value!r}"
             )
         return value
+
+    def section_of(self, key: str) -> _Keys:
+        """The object under `key`, empty when absent."""
+        return _Keys(f"{self.section}.{key}", self.get(key, dict, {}))
 
 
 def from_hf(config: dict[str, Any]) -> K3Config:
@@ -203,11 +210,13 @@ def from_hf(config: dict[str, Any]) -> K3Config:
     kind = text.get("model_type", str, "kimi_linear")
     if kind not in ("kimi_linear", "kimi_k3"):
         raise UserError(f"config.json: model_type must be kimi_linear or kimi_k3, got {kind!r}")
-    extras = text.get("openk3", dict, {})
-    training = extras.get("training", {})
+    extras = text.section_of("openk3")
+    training = extras.section_of("training")
     num_layers = text.get("num_hidden_layers", int)
-    linear_values = text.get("linear_attn_config", dict, None)
-    kda = _read_kda(_Keys("linear_attn_config", linear_values)) if linear_values else None
+    if not 0 < num_layers <= MAX_LAYERS:
+        raise UserError(f"config.json: num_hidden_layers: 1 to {MAX_LAYERS}, got {num_layers}")
+    linear = text.section_of("linear_attn_config")
+    kda = _read_kda(linear) if linear.values else None
     act = text.get("hidden_act", str)
     activation = {released: ours for ours, released in ACTIVATIONS.items()}.get(act)
     if activation is None:
@@ -218,16 +227,16 @@ def from_hf(config: dict[str, Any]) -> K3Config:
         vocab_size=text.get("vocab_size", int),
         hidden_size=text.get("hidden_size", int),
         intermediate_size=text.get("intermediate_size", int),
-        attn_layers=_read_layers(num_layers, linear_values, extras),
+        attn_layers=_read_layers(num_layers, linear, extras),
         kda=kda,
         mla=_read_mla(text, extras),
-        mha=MHAConfig(**extras["mha"]) if "mha" in extras else None,
+        mha=_read_mha(extras.section_of("mha")),
         moe=_read_moe(text, training),
         attnres=AttnResConfig(
-            kind=extras.get("attn_res", "block") if block_size else "none",
+            kind=extras.get("attn_res", str, "block") if block_size else "none",
             block_size=block_size
-            or training.get("attn_res_block_size", AttnResConfig().block_size),
-            query=training.get("attn_res_query", "learned"),
+            or training.get("attn_res_block_size", int, AttnResConfig().block_size),
+            query=training.get("attn_res_query", str, "learned"),
         ),
         first_k_dense=text.get("first_k_dense_replace", int, 1),
         activation=activation,
@@ -236,36 +245,43 @@ def from_hf(config: dict[str, Any]) -> K3Config:
         rms_norm_eps=text.get("rms_norm_eps", float, 1e-6),
         tie_word_embeddings=text.get("tie_word_embeddings", bool, False),
         num_nextn_predict_layers=text.get("num_nextn_predict_layers", int, 0) or 0,
-        mtp_loss_weight=training.get("mtp_loss_weight", 0.3),
+        mtp_loss_weight=training.get("mtp_loss_weight", float, 0.3),
         max_position_embeddings=text.get("max_position_embeddings", int, None)
         or text.get("model_max_length", int, 1048576),
-        initializer_range=None if training.get("initializer") == "fan_in" else spread,
+        initializer_range=None if training.get("initializer", str, "") == "fan_in" else spread,
         pad_A_log=kda is not None and (kda.num_heads, kda.head_dim) == (96, 128),
         vision=_read_vision(config.get("vision_config")),
     )
 
 
-def _read_layers(
-    num_layers: int, linear: dict[str, Any] | None, extras: dict[str, Any]
-) -> tuple[str, ...]:
-    if "attn_layers" in extras:
-        layers = tuple(extras["attn_layers"])
+def _read_layers(num_layers: int, linear: _Keys, extras: _Keys) -> tuple[str, ...]:
+    if layers := tuple(extras.get("attn_layers", list, [])):
         if len(layers) != num_layers:
             raise UserError(
                 f"config.json: openk3.attn_layers has {len(layers)} entries, "
                 f"num_hidden_layers is {num_layers}"
             )
         return layers
-    if linear is None:
+    if not linear.values:
         return ("mla",) * num_layers
-    kda_layers = set(linear.get("kda_layers", ()))
-    full = set(linear.get("full_attn_layers", ()))
+    kda_layers = set(linear.get("kda_layers", list))
+    full = set(linear.get("full_attn_layers", list))
     if kda_layers & full or kda_layers | full != set(range(1, num_layers + 1)):
         raise UserError(
             f"config.json: kda_layers and full_attn_layers must cover 1..{num_layers} once, "
             f"got {len(kda_layers)} and {len(full)} entries"
         )
     return tuple("kda" if layer in kda_layers else "mla" for layer in range(1, num_layers + 1))
+
+
+def _read_mha(mha: _Keys) -> MHAConfig | None:
+    if not mha.values:
+        return None
+    return MHAConfig(
+        num_heads=mha.get("num_heads", int),
+        head_dim=mha.get("head_dim", int),
+        rope_theta=mha.get("rope_theta", float, MHAConfig.rope_theta),
+    )
 
 
 def _read_kda(linear: _Keys) -> KDAConfig:
@@ -278,7 +294,7 @@ def _read_kda(linear: _Keys) -> KDAConfig:
     )
 
 
-def _read_mla(text: _Keys, extras: dict[str, Any]) -> MLAConfig | None:
+def _read_mla(text: _Keys, extras: _Keys) -> MLAConfig | None:
     if text.get("kv_lora_rank", int, None) is None:
         return None
     return MLAConfig(
@@ -289,14 +305,14 @@ def _read_mla(text: _Keys, extras: dict[str, Any]) -> MLAConfig | None:
         qk_rope_head_dim=text.get("qk_rope_head_dim", int),
         v_head_dim=text.get("v_head_dim", int),
         output_gate=text.get("mla_use_output_gate", bool, False),
-        latent_norm_eps=extras.get("latent_norm_eps", 1e-6),
+        latent_norm_eps=extras.get("latent_norm_eps", float, 1e-6),
         rope_theta=None
         if text.get("mla_use_nope", bool, False)
         else text.get("rope_theta", float, 10000.0),
     )
 
 
-def _read_moe(text: _Keys, training: dict[str, Any]) -> MoEConfig | None:
+def _read_moe(text: _Keys, training: _Keys) -> MoEConfig | None:
     if not text.get("num_experts", int, None):
         return None
     for key, only in (("moe_router_activation_func", "sigmoid"), ("num_expert_group", 1)):
@@ -312,7 +328,9 @@ def _read_moe(text: _Keys, training: dict[str, Any]) -> MoEConfig | None:
         latent_norm=text.get("latent_moe_use_norm", bool, False),
         routed_scaling_factor=text.get("routed_scaling_factor", float, 1.0),
         renormalize=text.get("moe_renormalize", bool, True),
-        **{key: training[key] for key in ("balance", "sign_step", "bins") if key in training},
+        balance=training.get("balance", str, MoEConfig.balance),
+        sign_step=training.get("sign_step", float, MoEConfig.sign_step),
+        bins=training.get("bins", int, MoEConfig.bins),
     )
 
 

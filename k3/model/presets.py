@@ -184,18 +184,22 @@ def k2_like(base: K3Config | None = None) -> K3Config:
         moe__latent_norm=False,
         moe__balance="sign",
         # Equal active width: a full-width expert costs hidden/latent times a latent one.
-        moe__intermediate_size=_full_width_expert(base),
+        moe__intermediate_size=full_width_expert(base),
     )
 
 
-def _full_width_expert(base: K3Config) -> int:
-    """Expert width at which a full-width MoE has the latent one's active weights."""
+def full_width_expert(base: K3Config) -> int:
+    """Width of routed and shared experts at which a full-width MoE has the latent one's active
+    weights.
+    """
     moe, hidden = base.moe, base.hidden_size
     assert moe is not None and moe.latent_size is not None
-    latent_weights = (
-        3 * moe.latent_size * moe.intermediate_size * moe.top_k + 2 * hidden * moe.latent_size
+    active = (
+        3 * moe.latent_size * moe.intermediate_size * moe.top_k
+        + 2 * hidden * moe.latent_size
+        + 3 * hidden * moe.intermediate_size * moe.num_shared_experts
     )
-    width = latent_weights / (3 * hidden * moe.top_k)
+    width = active / (3 * hidden * (moe.top_k + moe.num_shared_experts))
     return max(8, round(width / 8) * 8)
 
 

@@ -41,7 +41,8 @@ from k3.ops.spans import Spans
 BOUNDED_CHUNK = 32
 UNBOUNDED_CHUNK = 16
 BLOCK_ELEMENTS = 1 << 18
-"""Elements of one [B, C, K] tensor of a block: a dozen of them share the cache."""
+"""Elements of one [B, C, K] tensor of a block, of which a dozen share a CPU's cache; a GPU takes 64
+times as many."""
 
 
 def chunk_kda(
@@ -64,7 +65,8 @@ def chunk_kda(
     if not spans.num_tokens:
         state = q_THK.new_zeros(spans.num_spans, heads, width, v_THV.shape[2], dtype=dtype)
         return v_THV, state if initial_NHKV is None else initial_NHKV.to(dtype)
-    limit = max(1, BLOCK_ELEMENTS // (size * max(width, v_THV.shape[2])))
+    elements = BLOCK_ELEMENTS if spans.device.type == "cpu" else 64 * BLOCK_ELEMENTS
+    limit = max(1, elements // (size * max(width, v_THV.shape[2])))
     plan = make_plan(spans.lengths, heads, size, limit, spans.device)
     inputs = (q_THK, k_THK, v_THV, z_THK, b_TH, A_log_H, dt_bias_HK, initial_NHKV)
     keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)

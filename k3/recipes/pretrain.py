@@ -14,7 +14,7 @@ from typing import Any
 from k3 import UserError
 from k3.data.loader import DataConfig
 from k3.model.config import AttnResConfig
-from k3.model.presets import hybrid, k2_like, plain, preset
+from k3.model.presets import full_width_expert, hybrid, k2_like, plain, preset
 from k3.optim.muon import OptimConfig
 from k3.optim.schedule import ScheduleConfig
 from k3.train.config import RunConfig, Stage
@@ -151,18 +151,10 @@ def _all_mla(run: RunConfig) -> RunConfig:
 
 def _full_width_moe(run: RunConfig) -> RunConfig:
     """Experts without a latent, narrower so that a token multiplies as many weights."""
-    moe, hidden = run.model.moe, run.model.hidden_size
-    assert moe is not None and moe.latent_size is not None
-    weights = (
-        3 * moe.latent_size * moe.intermediate_size * moe.top_k
-        + 2 * hidden * moe.latent_size
-        + 3 * hidden * moe.intermediate_size * moe.num_shared_experts
-    )
-    width = weights / (3 * hidden * (moe.top_k + moe.num_shared_experts))
     return _model(
         moe__latent_size=None,
         moe__latent_norm=False,
-        moe__intermediate_size=max(8, round(width / 8) * 8),
+        moe__intermediate_size=full_width_expert(run.model),
     )(run)
 
 

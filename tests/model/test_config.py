@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from k3 import UserError
-from k3.model.config import K3Config, control_id
+from k3.model.config import K3Config, MHAConfig, control_id
 from k3.model.presets import PRESETS, family, hybrid, preset
 from k3.model.transformer import K3
 
@@ -106,6 +106,10 @@ def test_hybrid_always_ends_in_full_attention() -> None:
         ({"vocab_size": 256}, ("vocab_size", "256")),
         ({"mla": None, "attn_layers": ("kda",)}, ("num_nextn_predict_layers", "mla")),
         ({"attnres__kind": "some"}, ("attnres.kind", "some")),
+        (
+            {"mha": MHAConfig(num_heads=3, head_dim=8), "attn_layers": ("mla", "mha")},
+            ("heads", "2", "3"),
+        ),
     ],
 )
 def test_a_wrong_shape_is_refused_in_one_line(changes: dict, words: tuple[str, ...]) -> None:
@@ -125,6 +129,16 @@ def test_a_wrong_shape_is_refused_in_one_line(changes: dict, words: tuple[str, .
         ("model_type", "llama", ("model_type", "llama")),
         ("num_hidden_layers", 6, ("kda_layers", "6")),
         ("openk3", {"training": {"balance": "loss"}}, ("balance", "loss")),
+        ("openk3", {"training": "x"}, ("training", "'x'")),
+        ("openk3", {"attn_layers": 3}, ("attn_layers", "3")),
+        ("openk3", {"mha": {"num_heads": "two"}}, ("num_heads", "'two'")),
+        ("linear_attn_config", {"num_heads": 2, "head_dim": 8}, ("kda_layers",)),
+            "linear_attn_config",
+            {"kda_layers": None, "num_heads": 2, "head_dim": 8},
+            ("kda_layers",),
+        ),
+        ("linear_attn_config", [1], ("linear_attn_config",)),
+        ("num_hidden_layers", 10**9, ("num_hidden_layers", "1000000000")),
     ],
 )
 def test_a_wrong_config_json_names_its_key(key: str, value: object, words: tuple[str, ...]) -> None:
@@ -136,6 +150,12 @@ def test_a_wrong_config_json_names_its_key(key: str, value: object, words: tuple
     with pytest.raises(UserError) as caught:
         K3Config.from_hf(config)
     assert all(word in str(caught.value) for word in words), caught.value
+
+
+def test_null_is_the_same_as_absent() -> None:
+    config = preset("nano").to_hf()
+    config["text_config"] |= {"first_k_dense_replace": None, "moe_renormalize": None}
+    assert K3Config.from_hf(config) == preset("nano")
 
 
 def test_an_unknown_preset_lists_the_known() -> None:

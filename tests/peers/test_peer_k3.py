@@ -13,10 +13,10 @@ from mlx_peer import MLX
 from tiny_models import (
     comparable,
     decode,
+    gradient_errors,
     logits,
     loss_and_gradients,
     next_token_loss,
-    rms_error,
     tiny,
 )
 from torch import Tensor
@@ -136,28 +136,8 @@ def assert_near(name: str, actual: Tensor, expected: Tensor) -> None:
 
 
 def assert_gradients_near(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    """Both by the same names; one that is missing must be zero on the other side.
-
-    The A_log of all layers count as one tensor: a head's gradient is a single sum over all tokens
-    and channels, and where it nearly cancels it is all rounding, whoever computes it.
-    """
-    actual, expected = _whole_A_log(actual), _whole_A_log(expected)
-    errors = []
-    for name in actual.keys() | expected.keys():
-        if name not in actual or name not in expected:
-            alone = (actual if name in actual else expected)[name]
-            assert not alone.any(), f"{name}: a gradient on one side only"
-            continue
-        assert actual[name].shape == expected[name].shape, name
-        errors.append((rms_error(actual[name], expected[name]), name))
-    worst = sorted(errors)[-3:]
+    worst = sorted(gradient_errors(actual, expected))[-3:]
     assert worst[-1][0] <= GRADIENT, f"relative RMS errors {worst}"
-
-
-def _whole_A_log(gradients: dict[str, Tensor]) -> dict[str, Tensor]:
-    A_logs = {name: g for name, g in sorted(gradients.items()) if name.endswith("A_log")}
-    rest = {name: g for name, g in gradients.items() if name not in A_logs}
-    return rest | ({"A_log": torch.cat(list(A_logs.values()))} if A_logs else {})
 
 
 def test_released_code_logits(case: Case) -> None:

@@ -14,10 +14,10 @@ from safetensors.torch import save_file
 from tiny_models import (
     comparable,
     decode,
+    gradient_errors,
     logits,
     loss_and_gradients,
     next_token_loss,
-    rms_error,
     tiny,
 )
 from torch import Tensor
@@ -154,10 +154,9 @@ def test_loss_and_gradients(case: Case) -> None:
     assert loss.item() == pytest.approx(ours, rel=LOSS)
     biases = {n: t * 0 for n, t in case.tensors.items() if n.endswith("correction_bias")}
     expected = case.as_theirs(gradients | biases)
-    for name, parameter in model.named_parameters():
-        grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        ratio = rms_error(grad, expected[name].detach())
-        assert ratio <= GRADIENT, f"{name}: relative RMS error {ratio:.2g}"
+    actual = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    worst = sorted(gradient_errors(actual, {n: p.detach() for n, p in expected.items()}))[-3:]
+    assert worst[-1][0] <= GRADIENT, f"relative RMS errors {worst}"
 
 
 def test_ours_opens_that_layout(case: Case) -> None:

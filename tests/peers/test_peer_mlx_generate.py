@@ -87,5 +87,5 @@ def test_greedy_continuation(opened: Opened, text: str) -> None:
     )
     assert [part.token for part in parts] == ours
     assert len(ours) == NEW_TOKENS and len(set(ours)) > 3
-    said = "".join(part.text for part in parts)
-    assert said == opened.tokenizer.decode(ours).lstrip(" "), "their stream drops a first space"
+    # Not the streamed text: their stream drops a first space and misprints a zero byte.
+    assert opened.their_tokenizer.decode(ours) == opened.tokenizer.decode(ours)

@@ -102,12 +102,6 @@ def comparable(config: K3Config, count: int) -> tuple[K3, list[int]]:
     raise AssertionError("no ids without a near tie in 20 draws")
 
 
-def rms_error(actual: Tensor, expected: Tensor) -> float:
-    """RMS of the difference over the RMS of `expected`; 0 where both are zero."""
-    error = (actual.double() - expected.double()).square().mean().sqrt()
-    return float(error / expected.double().square().mean().sqrt()) if error > 0 else 0.0
-
-
 @torch.no_grad()
 def _smallest_gap(model: K3, ids_T: Tensor) -> float:
     gaps = [1.0]
@@ -161,3 +155,36 @@ def loss_and_gradients(model: K3, ids: list[int]) -> tuple[float, dict[str, Tens
             g = found[spec.source].detach()
             gradients[spec.name] = g if spec.expert is None else g[spec.expert]
     return loss.item(), gradients
+
+
+def gradient_errors(
+    actual: dict[str, Tensor], expected: dict[str, Tensor]
+) -> list[tuple[float, str]]:
+    """The relative RMS error of each gradient, by the same names on both sides; one that is missing
+    on one side must be zero on the other.
+
+    The A_log of all layers count as one tensor: a head's gradient is a single sum over all tokens
+    and channels, and where it nearly cancels it is all rounding, whoever computes it.
+    """
+    actual, expected = _whole_A_log(actual), _whole_A_log(expected)
+    errors = []
+    for name in actual.keys() | expected.keys():
+        if name not in actual or name not in expected:
+            alone = (actual if name in actual else expected)[name]
+            assert not alone.any(), f"{name}: a gradient on one side only"
+            continue
+        assert actual[name].shape == expected[name].shape, name
+        errors.append((_rms_error(actual[name], expected[name]), name))
+    return errors
+
+
+def _rms_error(actual: Tensor, expected: Tensor) -> float:
+    """RMS of the difference over the RMS of `expected`; 0 where both are zero."""
+    error = (actual.double() - expected.double()).square().mean().sqrt()
+    return float(error / expected.double().square().mean().sqrt()) if error > 0 else 0.0
+
+
+def _whole_A_log(gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+    A_logs = [g.flatten() for name, g in sorted(gradients.items()) if name.endswith("A_log")]
+    rest = {name: g for name, g in gradients.items() if not name.endswith("A_log")}
+    return rest | ({"A_log": torch.cat(A_logs)} if A_logs else {})
