@@ -1,12 +1,13 @@
 """KDA on this CPU: our chunks beside a competent token loop and transformers' torch chunks.
 
-    python bench/kda.py [--tokens 2048] [--repeats 7]
+    python bench/kda.py [--tokens 2048] [--repeats 7] [--threads 1] [--cpu-time]
 
 Forward and backward in fp32 at T=2048, H=8, D=128, all arms in one process, one after the other in
 every round. Nothing is timed unless every arm agrees with the fp64 recurrence first. Prints medians
 with the 10th and 90th percentile, the ratios, the time over the operations at the measured sgemm
 rate, and causal attention at the same shape. Writes docs/records/kda-cpu. The transformers arm runs
-where that package can be imported.
+where that package can be imported. On a machine shared with other work, `--threads 1 --cpu-time`
+counts this process's processor seconds instead of the wall clock.
 """
 
 from __future__ import annotations
@@ -97,16 +98,16 @@ def gate(arms: dict[str, Arm]) -> None:
             assert_close(f"{name} gradient {i}", actual, grad, 1e-4)
 
 
-def seconds(run: Callable[[], object]) -> float:
-    began = time.perf_counter()
+def seconds(run: Callable[[], object], clock: Callable[[], float]) -> float:
+    began = clock()
     run()
-    return time.perf_counter() - began
+    return clock() - began
 
 
-def sgemm_rate() -> float:
+def sgemm_rate(clock: Callable[[], float]) -> float:
     """FLOP/s of a 1024-cubed fp32 product."""
     a = torch.randn(1024, 1024)
-    return 2 * 1024**3 / min(seconds(lambda: a @ a) for _ in range(8))
+    return 2 * 1024**3 / min(seconds(lambda: a @ a, clock) for _ in range(8))
 
 
 def operations(tokens: int) -> float:
@@ -114,7 +115,7 @@ def operations(tokens: int) -> float:
     chunks.
     """
     forward = 6 * WIDTH**2 + 10 * 32 * WIDTH
-    backward = 14 * WIDTH**2 + 22 * 32 * WIDTH
+    backward = 12 * WIDTH**2 + 16 * 32 * WIDTH
     return tokens * HEADS * (forward + backward)
 
 
@@ -122,7 +123,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--cpu-time", action="store_true")
     args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    clock = time.process_time if args.cpu_time else time.perf_counter
     arms: dict[str, Arm] = {"ours": ours, "loop": loop}
     if (other := transformers_arm()) is not None:
         arms["transformers"] = other
@@ -142,9 +147,9 @@ def main() -> None:
     times: dict[str, list[float]] = {name: [] for name in runs}
     rates = []
     for round_ in range(args.repeats + 1):
-        rates.append(sgemm_rate())
+        rates.append(sgemm_rate(clock))
         for name, run in runs.items():
-            elapsed = seconds(run)
+            elapsed = seconds(run, clock)
             if round_:
                 times[name].append(elapsed)
     report(args, times, rates, "transformers" in arms)
@@ -166,7 +171,8 @@ def report(
     results.append(record.result("ours / operations at the sgemm rate", over, "x"))
     results.append(record.result("sgemm", [rate / 1e9 for rate in rates], "GFLOP/s"))
     log = [
-        f"T={args.tokens} H={HEADS} D={WIDTH} fp32, {args.repeats} rounds, every arm checked first"
+        f"T={args.tokens} H={HEADS} D={WIDTH} fp32, {args.repeats} rounds, {args.threads} threads, "
+        f"{'processor' if args.cpu_time else 'wall'} time, every arm checked first"
     ]
     if not have:
         log.append("transformers cannot be imported here: its arm was not run")
@@ -175,7 +181,7 @@ def report(
         aim = row.get("target", "")
         log.append(f"{row['name']:<40} {row['value']:>10.4g} {row['unit']:<8} {spread:<22} {aim}")
     print("\n".join(log))
-    record.write("kda-cpu", "python bench/kda.py", [0], results, log)
+    record.write("kda-cpu", " ".join(["python", "bench/kda.py", *sys.argv[1:]]), [0], results, log)
 
 
 if __name__ == "__main__":
