@@ -80,24 +80,34 @@ def test_a_batch_of_equal_blocks_equals_each_alone():
         torch.testing.assert_close(step, alone, rtol=1e-4, atol=1e-6)
 
 
-def test_two_dimensional_muon_equals_torch(monkeypatch):
+@pytest.mark.parametrize("shape", ((48, 32), (32, 48), (24, 24), (8, 96)), ids=str)
+def test_two_dimensional_muon_equals_torch(shape, monkeypatch):
+    """50 steps down a least-squares slope: an early difference would come back in the gradient."""
     # torch iterates in bfloat16 whatever it is given; in float32 the two agree to rounding.
     monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.float)
     torch.manual_seed(2)
-    start = torch.randn(48, 32)
-    ours, theirs = nn.Parameter(start.clone()), nn.Parameter(start.clone())
-    config = OptimConfig(lr=0.02, weight_decay=0.1)
-    optimizer = Muon([("w", ours)], {"w": MATRIX}, config)
-    reference = torch.optim.Muon(
-        [theirs], lr=0.02, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"
-    )
-    for _ in range(4):
-        grad = torch.randn_like(start)
-        ours.grad, theirs.grad = grad.clone(), grad.clone()
-        optimizer.step()
-        reference.step()
-    torch.testing.assert_close(ours.detach(), theirs.detach(), rtol=0, atol=1e-5)
-    assert (ours.detach() - start).abs().max() > 1e-2
+    start, x, y = torch.randn(shape), torch.randn(64, shape[1]), torch.randn(64, shape[0])
+
+    def descend(make, **changes):
+        weight = nn.Parameter(start.clone())
+        optimizer = make(weight, **{"lr": 0.02, "weight_decay": 0.1, "momentum": 0.95} | changes)
+        for _ in range(50):
+            optimizer.zero_grad()
+            (x @ weight.T - y).square().mean().backward()
+            optimizer.step()
+        return weight.detach()
+
+    def ours(weight, **numbers):
+        return Muon([("w", weight)], {"w": MATRIX}, OptimConfig(kind="whole", **numbers))
+
+    def theirs(weight, **numbers):
+        return torch.optim.Muon([weight], adjust_lr_fn="match_rms_adamw", **numbers)
+
+    expected = descend(theirs)
+    torch.testing.assert_close(descend(ours), expected, rtol=0, atol=3e-6)
+    assert (expected - start).abs().max() > 0.1
+    for wrong in ({"momentum": 0.949}, {"weight_decay": 0.09}, {"nesterov": False}):
+        assert (descend(ours, **wrong) - expected).abs().max() > 1e-4, wrong
 
 
 def test_adamw_group_equals_torch():
