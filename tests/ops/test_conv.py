@@ -66,14 +66,30 @@ def test_every_split_with_a_carried_window_equals_the_whole() -> None:
         assert_close("window", end, last, 1e-12)
 
 
-def test_a_document_never_sees_its_neighbour() -> None:
-    u, w, _, spans = draw([5, 7], 3, 4, torch.float32)
-    before, _ = short_conv(u, w, spans)
+@pytest.mark.parametrize("change", [1.0, float("nan")])
+@pytest.mark.parametrize("lengths", [[5, 7], [2, 2], [1, 1, 9]])
+def test_a_document_never_sees_its_neighbour(lengths: list[int], change: float) -> None:
+    u, w, window, spans = draw(lengths, 3, 4, torch.float32)
+    edge = lengths[0]
+    before, last = short_conv(u, w, spans, window)
     changed = u.detach().clone()
-    changed[4] += 1.0
-    after, _ = short_conv(changed, w, spans)
-    assert torch.equal(before[5:], after[5:])
-    assert not torch.equal(before[4], after[4])
+    changed[edge - 1] += change
+    changed.requires_grad_()
+    after, new_last = short_conv(changed, w, spans, window)
+    assert torch.equal(before[edge:], after[edge:]) and torch.equal(last[1:], new_last[1:])
+    assert not torch.equal(before[edge - 1], after[edge - 1])
+    dy, dlast = torch.randn_like(before), torch.randn_like(last)
+    old = torch.autograd.grad((before, last), (u, window), (dy, dlast))
+    new = torch.autograd.grad((after, new_last), (changed, window), (dy, dlast))
+    assert torch.equal(old[0][edge:], new[0][edge:]) and torch.equal(old[1][1:], new[1][1:])
+
+
+def test_only_the_inputs_are_kept_for_the_backward_pass() -> None:
+    u, w, window, spans = draw([40], 3, 4, torch.float32)
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        short_conv(u, w, spans, window)
+    assert {x.data_ptr() for x in kept} == {u.data_ptr(), w.data_ptr(), window.data_ptr()}
 
 
 def test_bf16_is_computed_in_fp32_and_returned_as_bf16() -> None:
