@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import random_model, tiny
+from mlx_peer import MLX
+from tiny_models import comparable, logits, random_model, tiny
 from torch import Tensor
 from vendor import package_folder, stored
 
@@ -108,3 +109,15 @@ def test_packed_checkpoint(theirs: _Theirs, tmp_path: Path) -> None:
         assert torch.equal(value, theirs.unpack(packed, scale).to(value.dtype)), spec.name
         seen += 1
     assert seen == 3 * 3 * 8
+
+
+def test_mlx_runs_the_packed_checkpoint(tmp_path: Path) -> None:
+    """Nibble order, scales and the declared scheme, end to end through their quantised experts."""
+    package_folder("mlx_lm")
+    model, ids = comparable(tiny(4), 24)
+    save_released(model, tmp_path / "packed", dtype="float32", experts="mxfp4")
+    packed = logits(load_released(tmp_path / "packed"), ids)
+    theirs = MLX(tmp_path / "packed")
+    assert theirs.config["quantization"]["mode"] == "mxfp4"
+    assert float((theirs.logits(ids) - packed).abs().max()) <= 1e-4
+    assert float((logits(model, ids) - packed).abs().max()) > 1e-2
