@@ -76,9 +76,7 @@ def root(
 @app.command(epilog=examples("k3 demo", "k3 demo --minutes 3 --out runs/quick"))
 def demo(
     out: Annotated[Path, typer.Option(help="Where everything is written.")] = Path("runs/demo"),
-    minutes: Annotated[
-        float, typer.Option(min=0.5, help="Time for the training of both arms.")
-    ] = 5.0,
+    minutes: Annotated[float, typer.Option(min=0.5, help="Time for the training.")] = 5.0,
     steps: Annotated[
         int | None,
         typer.Option(min=4, help="A fixed number of steps instead: the same every time."),

@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
@@ -58,6 +59,11 @@ NEXT = (
 )
 
 
+def threads() -> int:
+    """Of one arm: half the cores, at most 4."""
+    return max(1, min(4, (os.cpu_count() or 1) // 2))
+
+
 @dataclass(frozen=True)
 class Plan:
     """What a demo folder was begun with: kept in it, so that a second call goes on alike."""
@@ -72,6 +78,8 @@ class Plan:
         settings = {
             "eval_every": every,
             "sample_every": every,
+            # Both arms run at once, each on its half: nano's operations are too small to share.
+            "threads": threads(),
             # Often enough that the run can be killed early on.
             "save_every_s": round(self.minutes * 3, 1),
             # Rounded to bfloat16, two engines part at the first near tie of a greedy continuation.
@@ -98,9 +106,8 @@ def demo(
         say(f"{out} holds a finished demo; --fresh makes it anew")
         return _show(out, say)
     plan = _plan(out, minutes, steps, say)
-    agreed = _interrupted(plan, out, say)
-    if not (out / "plain" / "summary.json").exists():
-        _train(plan.command("plain", out), say)
+    with _beside(plan, out, say):
+        agreed = _interrupted(plan, out, say)
     _conclude(out, agreed, time.monotonic() - began)
     return _show(out, say)
 
@@ -121,23 +128,23 @@ def _plan(out: Path, minutes: float, steps: int | None, say: Say) -> Plan:
     for line in (
         "take the Python source of the installed packages, hold some files out, train a tokenizer;",
         "train nano, the smallest K3, kill it on purpose, and resume it;",
-        "train an ordinary transformer with as many active parameters on the same tokens;",
+        "beside it, train an ordinary transformer of equal active parameters on the same tokens;",
         f"compare both with gzip and xz, sample, and write {out}/report.html.",
     ):
         say(f"  - {line}")
     per_step = _measured(say)
     if steps is None:
         steps = steps_for(minutes, per_step)
-    expected = (steps + LOOKING_STEPS) * sum(per_step.values()) / 60
-    say(f"{steps} steps each, with evaluations about {expected:.1f} minutes for both")
+    expected = (steps + LOOKING_STEPS) * max(per_step.values()) / 60
+    say(f"{steps} steps each, both at once, with evaluations about {expected:.1f} minutes")
     out.mkdir(parents=True, exist_ok=True)
     (out / "demo.json").write_text(json.dumps({"steps": steps, "minutes": minutes}) + "\n")
     return Plan(steps, minutes)
 
 
 def steps_for(minutes: float, per_step: dict[str, float]) -> int:
-    """Steps of each arm that fit into `minutes` with their evaluations; at least 12."""
-    affordable = minutes * 60 * TRAINING_SHARE / sum(per_step.values())
+    """Steps of the slower arm that fit into `minutes` with its evaluations; at least 12."""
+    affordable = minutes * 60 * TRAINING_SHARE / max(per_step.values())
     return max(2 * LOOKS, int(affordable) - LOOKING_STEPS)
 
 
@@ -170,6 +177,7 @@ def _seconds_per_step(arm: str, run: RunConfig, loader: Loader, mesh: Mesh) -> f
     from k3.optim.muon import build_optimizer
     from k3.train.loss import losses
 
+    torch.set_num_threads(threads())
     torch.manual_seed(run.seed)
     model = Network(run.model, device=mesh.device, dtype=torch.float32)
     optimizer = build_optimizer(model.named_parameters(), model.param_facts(), run.optim)
@@ -261,12 +269,41 @@ def _losses(path: Path) -> Iterator[tuple[int, float]]:
 
 def _train(command: Sequence[str], say: Say) -> None:
     say("$ k3 " + shlex.join(command))
-    child = subprocess.Popen([*K3, *command])
+    _wait(subprocess.Popen([*K3, *command]))
+
+
+def _wait(child: subprocess.Popen[bytes]) -> None:
     try:
         child.wait()
     except KeyboardInterrupt:
         child.wait()  # it saves first
         raise
+    _check(child.returncode)
+
+
+@contextmanager
+def _beside(plan: Plan, out: Path, say: Say) -> Iterator[None]:
+    """Trains the plain transformer meanwhile, its lines in a log, and waits for it at the end."""
+    if (out / "plain" / "summary.json").exists():
+        yield
+        return
+    log = out / "plain.log"
+    command = plan.command("plain", out)
+    say(f"$ k3 {shlex.join(command)} > {log} 2>&1 &")
+    with open(log, "ab") as file:
+        child = subprocess.Popen([*K3, *command], stdout=file, stderr=subprocess.STDOUT)
+    try:
+        yield
+        if child.poll() is None:
+            say("nano is done; waiting for the plain transformer")
+        child.wait()
+    except BaseException:
+        # After Ctrl-C it is saving already; after any other end it is told to.
+        child.terminate()
+        child.wait()
+        raise
+    if child.returncode:
+        say(log.read_text().strip().rpartition("\n")[2])
     _check(child.returncode)
 
 

@@ -106,7 +106,7 @@ def test_an_unfinished_demo_goes_on_with_its_own_plan(tmp_path: Path, trainer):
 
 def test_time_decides_the_steps(tmp_path: Path, trainer):
     summary, _ = run(tmp_path / "demo", steps=None)
-    steps = int(60 * module.TRAINING_SHARE / 0.8) - module.LOOKING_STEPS
+    steps = int(60 * module.TRAINING_SHARE / 0.5) - module.LOOKING_STEPS
     assert summary["tokens"] == 100 * steps > 0
     assert module.steps_for(1.0, {"nano": 60.0, "plain": 60.0}) == 2 * module.LOOKS
 
@@ -123,6 +123,17 @@ def test_another_folder_is_left_alone(tmp_path: Path, trainer):
         with pytest.raises(UserError, match="not a demo"):
             run(tmp_path, fresh=fresh)
     assert [path.name for path in tmp_path.iterdir() if path.suffix == ".txt"] == ["thesis.txt"]
+
+
+def test_a_plain_run_that_fails_ends_the_demo(tmp_path: Path, trainer):
+    (tmp_path / "demo").mkdir()
+    (tmp_path / "demo" / "demo.json").write_text('{"steps": 20, "minutes": 1.0}')
+    path = Path(module.K3[1])
+    path.write_text(path.read_text().replace("sys.exit(0)", "print('bad'); sys.exit(5 * plain)"))
+    with pytest.raises(SystemExit) as stop:
+        run(tmp_path / "demo")
+    assert stop.value.code == 5
+    assert "bad" in (tmp_path / "demo" / "plain.log").read_text()
 
 
 def test_its_commands_are_commands(tmp_path: Path):
