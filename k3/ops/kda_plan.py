@@ -50,7 +50,7 @@ class Plan:
         if key not in self.gathers:
             head_H1 = torch.arange(self.heads, device=self.token_MC.device)[:, None]
             rows_MHC = self.token_MC[:, None] * token_step + head_H1 * head_step
-            self.gathers[key] = rows_MHC.flatten()
+            self.gathers[key] = rows_MHC.flatten().to(torch.int32)
         return self.gathers[key]
 
 
@@ -87,7 +87,7 @@ def make_plan(
         heads,
         _blocks(active, heads, limit, inside_MC, device),
         token_MC.to(device),
-        back_TH.flatten().to(device),
+        back_TH.flatten().to(device, torch.int32),
         order_NH.flatten().to(device),
     )
 
