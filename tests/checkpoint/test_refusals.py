@@ -114,11 +114,11 @@ BAD_FILES = {
     ),
     "value of no such type": (
         lambda f: edit(f / "config.json", lambda c: c["text_config"].update(hidden_size=None)),
-        "config.json: .*type",
+        "config.json: text_config.hidden_size is missing",
     ),
     "openk3": (
         lambda f: edit(f / "config.json", lambda c: c["text_config"].update(openk3={"mha": 3})),
-        "config.json: a value is not of its key's type",
+        "config.json: text_config.openk3.mha must be dict, got 3",
     ),
     "other packing": (
         lambda f: edit(

@@ -168,6 +168,17 @@ def test_held_out_points_stand_at_their_tokens(tmp_path: Path):
     assert xs == [10_000, 20_000, 30_000, 40_000] and ys[-1] == pytest.approx(2.025)
 
 
+def test_different_texts_are_not_joined(tmp_path: Path):
+    run = read_run(make_run(tmp_path / "nano"))
+    assert plots.comparable(run)[1] == []
+    for row in run.evals:
+        row["eval_bytes"] = 50_000
+    run.evals[-1]["eval_bytes"] = 280_000
+    same, others = plots.comparable(run)
+    assert [tokens for tokens, _ in same] == [10_000, 20_000, 30_000]
+    assert others == [(40_000, pytest.approx(2.025))]
+
+
 def test_the_newest_value_counts(tmp_path: Path):
     run = make_run(tmp_path / "nano", steps=35)
     read = read_run(run)
