@@ -36,17 +36,15 @@ def evaluate(
     """Mean loss and bits per byte on the held-out documents, in spans of `context`; ranks share the
     work.
 
-    `max_tokens` stops early (0 reads all). The end of a document costs bits and has no bytes.
+    `max_tokens` takes evenly spaced batches, about that many tokens in all (0 takes all): the
+    first ones alone would be a few documents. The end of a document costs bits and has no bytes.
     """
     sums = torch.zeros(3, dtype=torch.float64, device=mesh.device)
-    started = 0
+    batches = list(loader.validation(context))
+    total = sum(batch.num_tokens for batch, _ in batches)
+    stride = -(-total // max_tokens) if max_tokens else 1
     with looking(model):
-        for number, (batch, size) in enumerate(loader.validation(context)):
-            if max_tokens and started >= max_tokens:
-                break
-            started += batch.num_tokens
-            if number % mesh.world != mesh.rank:
-                continue
+        for batch, size in batches[::stride][mesh.rank :: mesh.world]:
             here = batch.to(mesh.device)
             h_TD = model.head_input(model(here.ids_T, here.spans).h_TD)
             loss = linear_cross_entropy(h_TD, model.lm_head.weight, here.targets_T)
