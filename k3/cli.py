@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
@@ -335,7 +335,9 @@ def _config(model: str, settings: Sequence[str] | None = None) -> K3Config:
     if model in PRESETS:
         shape = preset(model)
     elif path.is_file():
-        shape = K3Config.from_hf(_json(path))
+        from k3.report.runs import read_json
+
+        shape = K3Config.from_hf(read_json(path))
     else:
         known = ", ".join(PRESETS)
         raise UserError(f"{model}: no such preset, config.json or checkpoint; presets: {known}")
@@ -347,7 +349,9 @@ def _released_packed(model: str) -> bool:
     path = Path(model) / "config.json" if Path(model).is_dir() else Path(model)
     if not path.is_file():
         return model == "kimi-k3"
-    content = _json(path)
+    from k3.report.runs import read_json
+
+    content = read_json(path)
     return "quantization_config" in content.get("text_config", {}) | content
 
 
@@ -355,16 +359,6 @@ def _device() -> str:
     import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text())
-    except ValueError as error:
-        raise UserError(f"{path}: not JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise UserError(f"{path}: a JSON object is expected, got {type(content).__name__}")
-    return content
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

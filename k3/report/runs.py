@@ -60,8 +60,8 @@ def read_run(folder: Path) -> Run:
     if not (folder / "run.json").exists() and not (folder / "metrics.jsonl").exists():
         raise UserError(f"{folder}: not a run folder (neither run.json nor metrics.jsonl in it)")
     run = Run(folder.resolve().name, folder)
-    run.config = _read_json(folder / "run.json")
-    run.summary = _read_json(folder / "summary.json")
+    run.config = read_json(folder / "run.json")
+    run.summary = read_json(folder / "summary.json")
     by_step: dict[int, Row] = {}
     evals: dict[int, Row] = {}
     for number, row in _read_lines(folder / "metrics.jsonl", run.notes):
@@ -77,7 +77,8 @@ def read_run(folder: Path) -> Run:
     return run
 
 
-def _read_json(path: Path) -> Row:
+def read_json(path: Path) -> Row:
+    """The JSON object in a file, empty when there is none. UserError on anything else."""
     if not path.exists():
         return {}
     try:
